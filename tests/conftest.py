@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: tiny random targets, and the real default pair."""
 
 import gc
+import os
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from peagle.loaded import LoadedPair, load
 from peagle.target import Target
+from tests.support.built_once import share_between_workers
 from tests.support.tiny_models import CONFIGS, make_target
 
 # Matrices are tiny and pytest runs several workers: a second thread only waits.
@@ -19,6 +21,12 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector skip the modules: it would visit each of their objects."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.getbasetemp()
+    share_between_workers(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture(scope="session", params=list(CONFIGS))

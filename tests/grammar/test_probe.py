@@ -31,7 +31,7 @@ def children(pid: int | None) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
-def until_idle(probe: GrammarProbe, seconds: float = 10.0) -> None:
+def until_idle(probe: GrammarProbe, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while children(probe.pid):
         assert time.monotonic() < end, "a trial goes on"
@@ -116,12 +116,12 @@ def test_close_ends_process_and_threads() -> None:
     for report in reports:
         with pytest.raises(ProbeDied):
             report.result(timeout=10)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 8, "it waits for the trials"
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
     with pytest.raises(ProbeDied):
         probe.submit(Grammar.regex("ab"))
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.02)
     assert threading.active_count() <= before
@@ -153,7 +153,7 @@ time.sleep(60)
     assert torch == "False", "the probe needs no torch"
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
         time.sleep(0.02)
     assert not os.path.exists(f"/proc/{pid}")

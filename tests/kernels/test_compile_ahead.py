@@ -5,18 +5,17 @@ The scripts run in processes of their own: without Triton's interpreter, for a G
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.support.script_server import script_server
+
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
+RunScript = Callable[[str], dict[str, Any]]
 BEGIN = """
-import json, threading
+import json, os, threading
 import torch, triton
 from tests.support import fake_gpu
 fake_gpu.set_active()
@@ -33,16 +32,21 @@ def launch(pieces, warmup=False):
 """
 
 
-def run_script(script: str, cache: Path) -> dict[str, Any]:
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    variables |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", BEGIN + script]
-    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    return dict(json.loads(done.stdout))
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunScript]:
+    """Runs a script with an empty cache; returns what it prints."""
+    with script_server(BEGIN, TRITON_INTERPRET="0") as server:
+
+        def run(script: str) -> dict[str, Any]:
+            cache = tmp_path_factory.mktemp("cache")
+            begin = f"os.environ['TRITON_CACHE_DIR'] = {str(cache)!r}"
+            output = server.run(f"{begin}\n{script}")
+            return dict(json.loads(output.splitlines()[-1]))
+
+        yield run
 
 
-def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
+def test_launches_find_what_was_compiled_ahead(run_script: RunScript) -> None:
     script = """
 with KernelCompiler(2) as compiler, compiler.recording():
     for pieces in (1, 2, 3, 16):  # 2 and 3 need the same kernel
@@ -54,13 +58,13 @@ for pieces in (1, 2, 16, 5):
     launch(pieces, warmup=True)
 print(json.dumps({"compiled": compiled, "launched": hits[len(compiled):], "zeros": zeros}))
 """
-    result = run_script(script, tmp_path)
+    result = run_script(script)
     assert result["compiled"] == [False] * 3
     assert result["launched"] == [True] * 3  # From the cache on disk; the last one is in memory.
     assert result["zeros"]
 
 
-def test_repeated_launches_cost_little(tmp_path: Path) -> None:
+def test_repeated_launches_cost_little(run_script: RunScript) -> None:
     """Triton is asked once for launches that need the same kernel."""
     script = """
 from triton.runtime.jit import JITFunction
@@ -79,10 +83,10 @@ with KernelCompiler(2) as compiler, compiler.recording():
     argmax._merge_kernel.run(half, out, half, out.long(), 16, grid=(8,), warmup=False, BLOCK=8)
 print(json.dumps({"once": once, "unaligned": len(asked), "kernels": len(compiler.kernels)}))
 """
-    assert run_script(script, tmp_path) == {"once": 2, "unaligned": 3, "kernels": 3}
+    assert run_script(script) == {"once": 2, "unaligned": 3, "kernels": 3}
 
 
-def test_kernels_in_memory_are_not_launched_either(tmp_path: Path) -> None:
+def test_kernels_in_memory_are_not_launched_either(run_script: RunScript) -> None:
     """The fake driver cannot launch: a launch would raise."""
     script = """
 launch(4, warmup=True)
@@ -95,10 +99,10 @@ except Exception:
     raised = True
 print(json.dumps({"kernels": len(compiler.kernels), "raised": raised}))
 """
-    assert run_script(script, tmp_path) == {"kernels": 0, "raised": True}
+    assert run_script(script) == {"kernels": 0, "raised": True}
 
 
-def test_other_threads_compile_and_launch_as_usual(tmp_path: Path) -> None:
+def test_other_threads_compile_and_launch_as_usual(run_script: RunScript) -> None:
     script = """
 with KernelCompiler(2) as compiler, compiler.recording():
     thread = threading.Thread(target=launch, args=(4, True))
@@ -107,10 +111,10 @@ with KernelCompiler(2) as compiler, compiler.recording():
     before = len(compiler.kernels), len(hits)
 print(json.dumps({"before": before}))
 """
-    assert run_script(script, tmp_path) == {"before": [0, 1]}
+    assert run_script(script) == {"before": [0, 1]}
 
 
-def test_threads_record_one_after_the_other(tmp_path: Path) -> None:
+def test_threads_record_one_after_the_other(run_script: RunScript) -> None:
     """Of two engines built at the same time, neither leaves launches of a thread replaced."""
     script = """
 import time
@@ -136,10 +140,10 @@ for thread in threads:
 hook = triton.knobs.runtime.jit_cache_hook
 print(json.dumps({"restored": JITFunction.run is plain, "hook": hook}, default=str))
 """
-    assert run_script(script, tmp_path) == {"restored": True, "hook": None}
+    assert run_script(script) == {"restored": True, "hook": None}
 
 
-def test_an_error_of_a_kernel_is_left_to_its_launch(tmp_path: Path) -> None:
+def test_an_error_of_a_kernel_is_left_to_its_launch(run_script: RunScript) -> None:
     script = """
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead, compile_kernel
 compile_kernel(None, None, {})
@@ -152,4 +156,4 @@ compile_ahead(work, torch.device("cuda"))
 hook = triton.knobs.runtime.jit_cache_hook
 print(json.dumps({"nothing": nothing, "compiled": hits, "hook": hook}))
 """
-    assert run_script(script, tmp_path) == {"nothing": [], "compiled": [False], "hook": None}
+    assert run_script(script) == {"nothing": [], "compiled": [False], "hook": None}

@@ -1,9 +1,8 @@
 """The C library: compiled once, cached, rebuilt if broken; PyTorch runs without a compiler."""
 
-import os
 import shutil
-import subprocess
-import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,6 @@ from tests.support.tiny_models import make_target
 
 COMPILER = next((path for name in ("gcc", "cc", "clang") if (path := shutil.which(name))), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
-ANSWER = """
-from tests.support.tiny_models import make_target
-from tests.support.engines import engine_of, pair_of
-engine = engine_of(pair_of(make_target()), "none")
-stream = engine.add([7, 8, 9] * 7, max_tokens=20, ignore_eos=True)
-engine.drain()
-print(engine.status()["kernels"])
-print([token for piece in stream for token in (piece.step.tokens if piece.step else ())])
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -44,31 +34,49 @@ def copying_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_compiler(tmp_path_factory.mktemp("compiler") / "copying-cc", script)
 
 
-def answer(**env: str) -> list[str]:
-    """[the kernels in use, the tokens], from a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", ANSWER], env=os.environ | env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.mark.parametrize("compiler", list(installed(compiler_names())))
 def test_every_installed_compiler_builds_the_library_once(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     assert library.load_or_build(compiler, NATIVE).functions
-    files = sorted(file.name for file in (tmp_path / "kernels").iterdir())
-    assert [Path(name).suffix for name in files] == [".sha256", ".so"], (
-        "no temporary files are left"
-    )
+    files = {file.suffix for file in (tmp_path / "kernels").iterdir()}
+    assert files - {".lock"} == {".sha256", ".so"}, "no temporary files are left"
 
     def never(*_: object) -> None:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(library, "build", never)
     assert library.load_or_build(compiler, NATIVE).functions
+
+
+@needs_compiler
+def test_one_of_several_processes_builds_the_library(
+    copying_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand for the processes: each of them opens the lock's file."""
+    monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
+    built: list[Path] = []
+    looked: set[int] = set()
+    all_looked = threading.Barrier(3)
+    load_intact, build = library.load_intact, library.build
+
+    def look_together(path: Path) -> library.Library | None:
+        loaded = load_intact(path)
+        if threading.get_ident() not in looked:
+            looked.add(threading.get_ident())
+            all_looked.wait(60)
+        return loaded
+
+    def count(compiler: str, level: CpuLevel, path: Path) -> None:
+        built.append(path)
+        build(compiler, level, path)
+
+    monkeypatch.setattr(library, "load_intact", look_together)
+    monkeypatch.setattr(library, "build", count)
+    with ThreadPoolExecutor(3) as executor:
+        loaded = executor.map(lambda _: library.load_or_build(copying_compiler, NATIVE), range(3))
+    assert all(one.functions for one in loaded) and len(built) == 1
 
 
 @needs_compiler
@@ -226,10 +234,17 @@ def test_levels_of_a_machine(machine: str, features: str, names: list[str]) -> N
 
 
 @needs_compiler
-def test_the_same_answer_without_it() -> None:
+def test_the_same_answer_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, where rounding decides nothing."""
-    engine = engine_of(pair_of(make_target()), "none")
-    assert engine.status()["kernels"].startswith("c, ")
-    tokens, _ = ask(engine, [7, 8, 9] * 7, max_tokens=20, ignore_eos=True)
-    without = answer(PEAGLE_NATIVE="0")
-    assert without == ["pytorch: PEAGLE_NATIVE=0", str(tokens)] and len(tokens) == 20
+
+    def answer() -> tuple[str, list[int]]:
+        engine = engine_of(pair_of(make_target()), "none")
+        tokens, _ = ask(engine, [7, 8, 9] * 7, max_tokens=20, ignore_eos=True)
+        return engine.status()["kernels"], tokens
+
+    state, tokens = answer()
+    assert state.startswith("c, ") and len(tokens) == 20
+    monkeypatch.setenv("PEAGLE_NATIVE", "0")
+    without = library.load_library(compiler_names())
+    monkeypatch.setattr(library, "_load_once", lambda: without)
+    assert answer() == ("pytorch: PEAGLE_NATIVE=0", tokens)

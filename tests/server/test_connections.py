@@ -199,7 +199,7 @@ def test_slow_headers_on_a_socket(http: str, monkeypatch: pytest.MonkeyPatch) ->
         for piece in (b"GET /health HTTP/1.1\r\n", b"host: 127.0.0.1\r\n", b"x-a: b", b"c"):
             slow.sendall(piece)
             again.sendall(piece)
-            time.sleep(0.2)
+            time.sleep(0.05)
         reply = read_all(slow)
         assert reply.startswith(b"HTTP/1.1 408 ") or (http == "h11" and reply == b"")
         read_all(again)
@@ -232,7 +232,7 @@ def unread_request(url: str, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def wait_for(condition: Any, seconds: float = 30.0) -> None:
+def wait_for(condition: Any, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not become true"

@@ -324,7 +324,7 @@ def test_one_of_two_replicas_is_killed(folder: Path, control: Path) -> None:
     """Only its streams are told; its queued requests are answered by the other."""
 
     async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
-        await until(lambda: all(c.ready for c in engines.pool.connections.values()), 60)
+        await until(lambda: all(c.ready for c in engines.pool.connections.values()))
         expected = (await ask(client))["choices"]
         control.write_text("slow 0.05")
         body = {"messages": HELLO, "temperature": 0, "stream": True} | LONG
@@ -357,7 +357,7 @@ def test_the_process_ends_with_its_front(folder: Path) -> None:
         assert child.exists()
         server.process.kill()
         server.process.wait()
-        asyncio.run(until(lambda: not child.exists(), 10))
+        asyncio.run(until(lambda: not child.exists()))
 
 
 @pytest.mark.slow  # test_replicas.py and test_http_workers.py do so with more processes.
@@ -386,5 +386,5 @@ def stop_twice(folder: Path, control: Path, temporary: Path) -> None:
             server.process.send_signal(signal.SIGTERM)
             server.log_line("draining")
             assert server.stop() == 0
-    asyncio.run(until(lambda: not Path(f"/proc/{ready['pid']}").exists(), 10))
-    asyncio.run(until(lambda: not list(temporary.glob("peagle-*")), 5))
+    asyncio.run(until(lambda: not Path(f"/proc/{ready['pid']}").exists()))
+    asyncio.run(until(lambda: not list(temporary.glob("peagle-*"))))

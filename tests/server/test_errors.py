@@ -231,8 +231,8 @@ def test_a_full_queue_is_429_and_leaves_nothing() -> None:
         body = {"prompt": "w6 w9", "max_tokens": 4, "temperature": 0}
         with paused(front):
             waiting = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(5)]
-            await asyncio.sleep(0.3)
-            assert len(engine.loop.scheduler.waiting) == 3
+            await until(lambda: sum(task.done() for task in waiting) == 2)
+            await until(lambda: len(engine.loop.scheduler.waiting) == 3)
         done = [await task for task in waiting]
         assert sorted(reply.status_code for reply in done) == [200, 200, 200, 429, 429]
         full = next(reply for reply in done if reply.status_code == 429)
@@ -245,11 +245,13 @@ def test_a_full_queue_is_429_and_leaves_nothing() -> None:
 
 def test_several_choices_of_which_one_does_not_fit_the_queue() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
+        assert front.engines.main is not None
+        scheduler = front.engines.main.engine.loop.scheduler
         with paused(front):
             first = asyncio.create_task(
                 client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "n": 2})
             )
-            await asyncio.sleep(0.2)
+            await until(lambda: len(scheduler.waiting) == 2)
             error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "n": 3}), 429)
         assert (await first).status_code == 200
 

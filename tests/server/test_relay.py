@@ -285,7 +285,7 @@ def test_the_unhealthy_timeout_starts_when_vllm_becomes_unhealthy(tmp_path: Path
 
 
 def test_a_restart_that_hangs_is_tried_again(tmp_path: Path) -> None:
-    gateway = make_gateway(tmp_path, restart_timeout=1.0)
+    gateway = make_gateway(tmp_path, restart_timeout=3.0)
     with running_gateway(gateway):
         (tmp_path / "sick").touch()
         wait_for(lambda: gateway.process.restarts >= 2)

@@ -29,7 +29,7 @@ print(json.dumps({{"event": "the last line"}}), flush=True)
 """
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the worker is blocked"

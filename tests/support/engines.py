@@ -1,7 +1,6 @@
 """Small engines, and requests that come and go."""
 
 import random
-import tempfile
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
@@ -22,6 +21,7 @@ from peagle.reference.decode import decode
 from peagle.reference.ngram import NgramProposer
 from peagle.reference.proposer import Proposer, proposer_for
 from peagle.target import Target
+from tests.support.built_once import built_once
 from tests.support.decoding import tokens_of
 from tests.support.tiny_models import make_target
 from tests.support.training import make_run, some_config, train, write_answers
@@ -38,10 +38,17 @@ def pair_of(target: Target, drafters: dict[Method, Drafter] | None = None) -> Lo
 
 @cache
 def small() -> LoadedPair:
-    """A target of three layers, with drafters trained on its answers; built once per process."""
+    """A target of three layers, with drafters trained on its answers."""
     target = make_target(seed=7, num_hidden_layers=3)
-    folder = Path(tempfile.mkdtemp())
-    drafters: dict[Method, Drafter] = {}
+    folder = built_once("small", lambda folder: _train_drafters(target, folder))
+    drafters: dict[Method, Drafter] = {
+        method: checkpoint.load(folder / method / "drafter", target, torch.float32)
+        for method in DRAFTER_METHODS
+    }
+    return pair_of(target, drafters)
+
+
+def _train_drafters(target: Target, folder: Path) -> None:
     data = write_answers(target, folder / "answers.jsonl", count=40, tokens=40)
     for method in DRAFTER_METHODS:
         options = {
@@ -52,9 +59,7 @@ def small() -> LoadedPair:
             "init": "target",
             "aux_layer_ids": (0, 1, 2),
         }
-        train(make_run(target, some_config(data, folder / method, **options)), curves=False)
-        drafters[method] = checkpoint.load(folder / method / "drafter", target, torch.float32)
-    return pair_of(target, drafters)
+        train(make_run(target, some_config(data, folder / method, **options)))
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:

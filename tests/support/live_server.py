@@ -57,7 +57,7 @@ class LiveServer:
             time.sleep(0.02)
         return slowest
 
-    def log_line(self, event: str, timeout: float = 30.0, **fields: Any) -> dict[str, Any]:
+    def log_line(self, event: str, timeout: float = 120.0, **fields: Any) -> dict[str, Any]:
         """The first log line of this event with these fields. Waits for it.
 
         A supervisor and a front learn from the engine process separately, so "worker ready" may
@@ -73,7 +73,7 @@ class LiveServer:
         assert line is not None, f"no log line {wanted}: {self.log}"
         return line
 
-    def stop(self, timeout: float = 30.0) -> int:
+    def stop(self, timeout: float = 120.0) -> int:
         """Send SIGTERM; return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=timeout)

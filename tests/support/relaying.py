@@ -51,7 +51,7 @@ def is_ready(gateway: Gateway) -> bool:
     return gateway.process.state == "ready"
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true in time"

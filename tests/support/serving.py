@@ -96,7 +96,7 @@ def make_backend(
     return create_engine_backend(settings, ThreadEngines(settings, loader, max_extra))
 
 
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait until the condition is true."""
     end = time.monotonic() + seconds
     while not condition():

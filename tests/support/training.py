@@ -1,8 +1,6 @@
 """Helpers of the training tests: answers of a tiny target, packs, features, runs."""
 
 import json
-import tempfile
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -14,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from peagle.core import Method, Sampling
+from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
-from peagle.reference.decode import decode
+from peagle.paths import write_json
 from peagle.target import Target
 from peagle.train.config import TrainConfig
 from peagle.train.data.batch_transfer import flatten
@@ -28,6 +26,7 @@ from peagle.train.journal import Journal
 from peagle.train.optim.parallel import World
 from peagle.train.setup import load_training_data
 from peagle.train.trainer import Trainer
+from tests.support.built_once import built_once
 from tests.support.tiny_models import AUX, MASK, make_target
 
 # tokens of a document, first token of its answer
@@ -63,18 +62,16 @@ def some_features(packed: PackedDocuments, d: int = 32, taps: int = 3) -> PackFe
     return PackFeatures(taps_values, torch.randn(size, d, generator=generator))
 
 
+@torch.no_grad()
 def write_answers(target: Target, path: Path, count: int = 60, tokens: int = 40) -> Path:
     """Greedy answers of the target to random prompts, as `peagle regenerate` writes them."""
-    rng = np.random.default_rng(0)
+    ids = torch.tensor(np.random.default_rng(0).integers(6, 96, (count, 4)))
+    for _ in range(tokens):  # all of them at once
+        newest = target.model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
+        ids = torch.cat([ids, newest[:, None]], 1)
     with path.open("w") as file:
-        for i in range(count):
-            prompt = rng.integers(6, 96, 4).tolist()
-            answer = [
-                t
-                for step in decode(target, None, prompt, 0, tokens, Sampling())
-                for t in step.tokens
-            ]
-            record = {"key": f"{i}@0", "ids": prompt + answer, "spans": [[4, 4 + len(answer)]]}
+        for i, row in enumerate(ids.tolist()):
+            record = {"key": f"{i}@0", "ids": row, "spans": [[4, 4 + tokens]]}
             file.write(json.dumps(record) + "\n")
     return path
 
@@ -107,13 +104,13 @@ def make_run(target: Target, config: TrainConfig, world: World = World()) -> Tra
     return Trainer(config, target, load_training_data(config, target), world)
 
 
-def train(trainer: Trainer, curves: bool = True, **more: float) -> list[dict]:
+def train(trainer: Trainer, **more: float) -> list[dict]:
     """Train to the end or for `stop_after` seconds; return the records of the journal.
 
-    Without `curves`, no picture of them is drawn: that takes a second.
+    No picture of the curves is drawn: that takes a second.
     """
     journal = Journal(trainer.out, trainer.step, trainer.world.is_main)
-    with nullcontext() if curves else patch("peagle.train.journal.draw_curves"):
+    with patch("peagle.train.journal.draw_curves"):
         trainer.train(journal, lambda *_: None, **more)
     return [asdict(record) for record in journal.records]
 
@@ -128,10 +125,11 @@ class Trained:
 
 @cache
 def some_answers() -> tuple[Target, Path]:
-    """A target and a folder with 40 of its answers, once per process."""
-    target, folder = make_target(), Path(tempfile.mkdtemp())
-    write_answers(target, folder / "answers.jsonl", count=40, tokens=30)
-    return target, folder
+    """A target and a folder with 40 of its answers."""
+    target = make_target()
+    return target, built_once(
+        "answers", lambda folder: write_answers(target, folder / "answers.jsonl", 40, tokens=30)
+    )
 
 
 # Extensions of a plain drafter.
@@ -151,14 +149,14 @@ RUNGS: dict[str, dict[str, int | bool]] = {
 
 
 def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
-    """A tiny drafter with a meaningful acceptance length; trained once per process."""
+    """A tiny drafter with a meaningful acceptance length; trained once per run of the tests."""
     return _trained(method, draft_vocab, rung)
 
 
 @cache
 def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
-    target, folder = some_answers()
-    data, out = folder / "answers.jsonl", folder / f"{method} {draft_vocab} {rung}"
+    target, answers = some_answers()
+    data = answers / "answers.jsonl"
     settings: dict[str, Any] = {
         "method": method,
         "draft_vocab": draft_vocab,
@@ -166,12 +164,16 @@ def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
         "steps": 30,
     }
     settings |= {"init": "target", "save_every": 0} | (RUNGS[rung] if rung else {})
-    trainer = make_run(target, some_config(data, out, **settings))
-    entries = train(trainer, curves=False)
-    drafter = checkpoint.load(out / "drafter", target, torch.float32)
+
+    def build(folder: Path) -> None:
+        trainer = make_run(target, some_config(data, folder / "run", **settings))
+        write_json(folder / "entries.json", train(trainer))
+
+    folder = built_once(f"{method} {draft_vocab} {rung}", build)
+    drafter = checkpoint.load(folder / "run" / "drafter", target, torch.float32)
     for parameter in drafter.dependency.parameters() if drafter.dependency else ():
         parameter.data.mul_(5)  # A short training corrects little.
-    return Trained(target, drafter, data, entries)
+    return Trained(target, drafter, data, json.loads((folder / "entries.json").read_text()))
 
 
 def prompts(count: int) -> list[list[int]]:

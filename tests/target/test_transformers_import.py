@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peagle.target.transformers_import import PackageDistributions
+from tests.support.script_server import ScriptServer, script_server
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("sympy", "torch.distributed.tensor", "torch._inductor", "pygments", "httpx._main")
@@ -24,7 +26,19 @@ def run_script(script: str) -> Any:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_line(done.stdout.decode())
+
+
+def last_line(output: str) -> Any:
+    """What a script printed last; libraries may print warnings before."""
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def after_torch() -> Iterator[ScriptServer]:
+    """Runs scripts in processes that have imported torch."""
+    with script_server("import json, sys, torch") as server:
+        yield server
 
 
 def test_models_load_and_run_without_heavy_modules(tmp_path: Path) -> None:
@@ -50,10 +64,8 @@ print(json.dumps([logits, [name for name in {HEAVY!r} if name in sys.modules]]))
     torch.testing.assert_close(torch.tensor(logits), expected)
 
 
-def test_other_models_and_the_compiler_stay_reachable() -> None:
+def test_other_models_and_the_compiler_stay_reachable(after_torch: ScriptServer) -> None:
     script = """
-import json
-import torch
 from peagle.target.transformers_import import quick_imports
 with quick_imports():
     import transformers
@@ -68,15 +80,13 @@ import torch._dynamo.config
 print(json.dumps([names, add(torch.ones(2)).tolist(), len(transformers.__all__) > 4000]))
 """
     names = ["MixtralConfig", "transformers.models.gpt2", "unknown"]
-    assert run_script(script) == [names, [2.0, 2.0], True]
+    assert last_line(after_torch.run(script)) == [names, [2.0, 2.0], True]
 
 
 @pytest.mark.parametrize("module", ["config", "variables.base"])
-def test_modules_of_the_compiler_are_executed_once(module: str) -> None:
+def test_modules_of_the_compiler_are_executed_once(module: str, after_torch: ScriptServer) -> None:
     script = f"""
-import json, sys
 from importlib.machinery import SourceFileLoader
-import torch
 from peagle.target.transformers_import import quick_imports
 with quick_imports():
     import transformers
@@ -90,7 +100,7 @@ loader = type(module.__spec__.loader).__name__
 same = module is sys.modules[module.__name__] is torch._dynamo.{module}
 print(json.dumps([names.count(module.__name__), loader, same]))
 """
-    assert run_script(script) == [1, "SourceFileLoader", True]
+    assert last_line(after_torch.run(script)) == [1, "SourceFileLoader", True]
 
 
 def test_distributions_of_other_names_are_found_inside_quick_imports() -> None:

@@ -27,6 +27,8 @@ from peagle.train.run import TrainRun
 from tests.support.tiny_models import AUX
 from tests.support.training import RUNGS, Trained, some_config, trained
 
+pytestmark = pytest.mark.usefixtures("no_curves")
+
 
 def replay_of(pair: Trained) -> DraftReplay:
     passes, features = DrafterPasses(pair.drafter), FeatureExtractor(pair.target, AUX)

@@ -44,6 +44,7 @@ from peagle.train.setup import apply_capture
 from tests.support.tiny_models import AUX, CONFIGS, make_target
 from tests.support.training import some_config, write_answers
 
+pytestmark = pytest.mark.usefixtures("no_curves")
 PRECISE = CaptureSettings(top_k=96, aux_layer_ids=AUX, precise=True, shard_bytes=400_000)
 SMALL = CaptureSettings(top_k=8, aux_layer_ids=AUX, shard_bytes=200_000)
 

@@ -16,6 +16,7 @@ from tests.support.mixtures import AUX, MIXTURES, make_mixture
 from tests.support.mxfp4_folders import save_mxfp4
 from tests.support.training import write_answers
 
+pytestmark = pytest.mark.usefixtures("no_curves")
 STOP = 1  # id of the token that ends an answer
 SMALL = "layers=1 k=4 eval_k=3 aux_layer_ids=0,1,2 mask_token_id=5 pack_tokens=256 held_out=4"
 FLOAT32 = ("--dtype", "float32", "--device", "cpu")

@@ -17,6 +17,7 @@ from peagle.train.run import TrainRun
 from tests.support.chat_targets import make_chat_target, save_chat_target
 from tests.support.training import write_answers
 
+pytestmark = pytest.mark.usefixtures("no_curves")
 SMALL = (
     "layers=1 k=4 eval_k=3 aux_layer_ids=1,3,6 mask_token_id=5 pack_tokens=256 held_out=4"
     " log_every=1 steps=6"

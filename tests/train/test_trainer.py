@@ -237,7 +237,7 @@ def test_a_run_of_minutes_ends_with_its_learning_rate(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainer, "_train_step", step)
     monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: spent[0])
-    entries = [entry for entry in train(trainer, curves=False) if "lr" in entry]
+    entries = [entry for entry in train(trainer) if "lr" in entry]
     assert trainer.step == 31
     assert entries[-1]["lr"] < 0.02 * trainer.config.lr < entries[15]["lr"]
     assert (trainer.out / "drafter").is_dir()
@@ -282,7 +282,7 @@ def test_a_resumed_run_of_minutes_keeps_its_clock(tmp_path, monkeypatch):
 
 def test_a_drafter_that_is_continued_keeps_its_window(tmp_path):
     first = start(config_in(tmp_path, sliding_window=64, steps=1))
-    train(first, curves=False)
+    train(first)
     folder = shutil.copytree(first.out / "drafter", tmp_path / "first")
     for window, expected in ((0, 64), (-1, -1), (80, 80)):
         config = config_in(tmp_path / "more", init=str(folder), sliding_window=window)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock
 
 from peagle.kernels.cpu.compiler import (
     COMPILER_FLAGS,
@@ -159,15 +160,29 @@ def describe_build(loaded: Library, compiler: str, level: CpuLevel) -> KernelBui
 
 
 def load_or_build(compiler: str, level: CpuLevel) -> Library:
-    """Load the library from the cache folder if its file is intact, else compile it first."""
+    """Load the library from the cache folder if its file is intact, else compile it first.
+
+    Of several processes that need it at the same time, one compiles it.
+    """
     path = library_path(compiler, level)
-    if file_digest(path) == recorded_digest(path):
-        try:
-            return Library(path)
-        except OSError:  # The file was built on another machine, for example.
-            pass
-    build(compiler, level, path)
+    if loaded := load_intact(path):
+        return loaded
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        if loaded := load_intact(path):
+            return loaded
+        build(compiler, level, path)
     return Library(path)
+
+
+def load_intact(path: Path) -> Library | None:
+    """The library, if its file is the one that was built here."""
+    if file_digest(path) != recorded_digest(path):
+        return None
+    try:
+        return Library(path)
+    except OSError:  # The file was built on another machine, for example.
+        return None
 
 
 def library_path(compiler: str, level: CpuLevel) -> Path:
@@ -197,7 +212,6 @@ def source_files() -> list[Path]:
 
 def build(compiler: str, level: CpuLevel, path: Path) -> None:
     """Compile the library to `path`, through a temporary folder beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=path.parent) as folder:
         built = Path(folder) / "library.so"
         command = [compiler, *COMPILER_FLAGS, *level.flags]

@@ -1,0 +1,13 @@
+"""Fixtures of the training tests."""
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+
+
+@pytest.fixture
+def no_curves() -> Iterator[None]:
+    """Training draws no picture of its curves: that takes a second."""
+    with patch("peagle.train.journal.draw_curves"):
+        yield
