@@ -86,15 +86,7 @@ class Trainer:
         self.features = select_taps(
             features or self._new_features(), self.drafter.config.aux_layer_ids or ()
         )
-        self.loss = Loss(
-            self.drafter.lm_head,
-            config.k,
-            config.loss,
-            config.mix,
-            config.depth_weight,
-            self.features.softcap,
-            on_policy=config.on_policy,
-        )
+        self.loss = self._new_loss()
         self.dataset = StepDataset(data.documents, config, world, str(target.device))
         epoch_steps = config.epochs * self.dataset.steps_per_epoch()
         self.total_steps = config.steps or math.ceil(epoch_steps)
@@ -126,6 +118,18 @@ class Trainer:
         if self.config.remember and cache_fits(features, documents, needed):
             return CachedFeatures(features, documents)
         return features
+
+    def _new_loss(self) -> Loss:
+        config = self.config
+        return Loss(
+            self.drafter.lm_head,
+            config.k,
+            config.loss,
+            config.mix,
+            config.depth_weight,
+            self.features.softcap,
+            on_policy=config.on_policy,
+        )
 
     def resume(self) -> bool:
         """Continue from the newest state; False if there is none."""

@@ -71,22 +71,17 @@ def pack_gradients(
     for segment in batch.segments:
         sums += segment_gradients(context, segment, cache_leaves, feedback_leaf)
     weights = lengths.weights(rows, depth)
-    result = (
-        loss(outputs, teacher, depth, scale * weights)
-        if result is None
-        else result.weighted(weights)
-    )
+    if result is not None:
+        result = result.weighted(weights)
+    else:
+        result = loss(outputs, teacher, depth, scale * weights)
     confidence.add_rows(outputs, rows, depth, result)
     confidence.backward(len(batch.ids), loss.k, scale)
     sums += result.sums
     if passes.trains_drafter:
         gradient = torch.zeros_like(normed).index_copy_(0, rows.long(), result.gradient)
-        _context_backward(
-            normed,
-            gradient,
-            [feedback, *cache.tensors],
-            [feedback_leaf, *cache_leaves.tensors],
-        )
+        leaves = [feedback_leaf, *cache_leaves.tensors]
+        _context_backward(normed, gradient, [feedback, *cache.tensors], leaves)
     return sums
 
 
