@@ -13,6 +13,7 @@ documents. Answers are kept in OUT: a second run uses them, and a killed run res
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.learn_answers import K, answered, count_drafter, stored
@@ -43,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pair", default="smollm2-135m")
     parser.add_argument("--prompts", type=int, default=160)
     parser.add_argument("--old-prompts", type=int, default=12, help="of each old set, to judge")
-    parser.add_argument("--replay-prompts", type=int, default=24, help="of each old set, to replay")
+    parser.add_argument("--replay-prompts", type=int, default=60, help="of each old set, to replay")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
     return parser.parse_args()
@@ -92,7 +93,7 @@ class LearnRun:
         for part in range(done, rounds):
             segment = SegmentFile(self.folder, f"part{part}", StoreLimits())
             for document in documents[part::rounds]:
-                segment.append(encode_line(document))
+                segment.append(encode_line(replace(document, time=time.time())))
             segment.close()
             for record in self.job.run():
                 print(f"version {record.number} {record.state}: {record.reason}", flush=True)

@@ -155,13 +155,14 @@ class LearnBars:
 
     def run_wave(self, server: ServerProcess, part: str, wave: int) -> LoadResult:
         options = self.options
-        version = read_current(self.folder).number if part == "learn" else 0
+        version = self.version(part)
         result = drive(server.url, self.bodies(wave), options.streams, options.clients)
         firsts = sum(result.first_token_seconds)
         self.add(
             part=part,
             wave=wave,
             version=version,
+            version_after=self.version(part),
             tokens_per_second=round(result.tokens_per_second, 1),
             answers=result.answers,
             tokens=result.tokens,
@@ -173,6 +174,9 @@ class LearnBars:
             **self.trainer_state(part),
         )
         return result
+
+    def version(self, part: str) -> int:
+        return read_current(self.folder).number if part == "learn" else 0
 
     def trainer_state(self, part: str) -> dict[str, Any]:
         if part != "learn":
@@ -242,17 +246,28 @@ class LearnBars:
                 f"{row['ratio']:>8.3f}{row['bar']:>6}"
             )
         waves = self.rows("learn")
-        baseline = median_speed(self.rows("baseline")[1:])
-        first = median_speed([row for row in waves if row["version"] == 0][1:])
-        last = median_speed(waves[-3:])
-        print(f"tokens/s without learning       {baseline:.0f}")
-        print(f"tokens/s, version 0, learning   {first:.0f} ({first / max(baseline, 1):.3f} x)")
-        print(f"tokens/s at the end, learning   {last:.0f} ({last / max(baseline, 1):.3f} x)")
+        baseline = self.rows("baseline")[1:]
+        learning = [row for row in waves[1:] if row["version"] == row["version_after"] == 0]
+        print(f"tokens/s without learning, greedy and sampled: {speeds(baseline)}")
+        for name, rows in (("version 0, learning", learning), ("the last waves", waves[-4:])):
+            print(f"tokens/s, {name}: {speeds(rows)}, {speed_ratio(rows, baseline):.3f} x")
         print(f"bar {SPEED_BAR} x; requests lost {sum(row['lost'] for row in waves)}")
 
 
-def median_speed(rows: list[dict[str, Any]]) -> float:
-    return statistics.median([row["tokens_per_second"] for row in rows] or [0.0])
+def speeds(rows: list[dict[str, Any]]) -> dict[int, float]:
+    """The median speed of greedy (0) and sampled (1) waves."""
+    return {
+        kind: statistics.median(row["tokens_per_second"] for row in rows if row["wave"] % 2 == kind)
+        for kind in (0, 1)
+        if any(row["wave"] % 2 == kind for row in rows)
+    }
+
+
+def speed_ratio(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> float:
+    """The mean ratio of speeds, over the kinds of waves that both have; 0: there is none."""
+    ours, theirs = speeds(rows), speeds(baseline)
+    ratios = [ours[kind] / theirs[kind] for kind in ours.keys() & theirs.keys()]
+    return statistics.mean(ratios) if ratios else 0.0
 
 
 def main() -> None:
