@@ -13,15 +13,13 @@ documents. Answers are kept in OUT: a second run uses them, and a killed run res
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
-
+from benchmarks.learn_answers import K, answered, count_drafter, stored
 from benchmarks.learn_domains import DOMAINS, domain_prompts
 from peagle.data.bench import Task, read_sets
-from peagle.drafter.formats import checkpoint
-from peagle.learn.document import StoredDocument, is_held_back, new_document
+from peagle.learn.document import is_held_back
 from peagle.learn.figure import draw_versions
 from peagle.learn.folder import LearnFolder
 from peagle.learn.segment import SegmentFile, StoreLimits
@@ -29,18 +27,12 @@ from peagle.learn.settings import LearnerSettings
 from peagle.learn.store import encode_line
 from peagle.learn.store_reader import list_segments
 from peagle.learn.train_job import TrainJob
-from peagle.learn.training.judge import AcceptedCounts, compare, count_accepted
+from peagle.learn.training.judge import AcceptedCounts, compare
 from peagle.learn.versions import LengthComparison, list_versions, read_current
 from peagle.paths import write_text
-from peagle.target import Target
-from peagle.train.data.documents import Documents, join_documents, read_documents
-from peagle.train.evaluation.acceptance import DraftReplay
-from peagle.train.evaluation.benchmark_answers import answer_tasks
-from peagle.train.features.features import FeatureExtractor
-from peagle.train.objective.passes import DrafterPasses
+from peagle.train.data.documents import Documents, join_documents
 
 OLD_SETS = ("humaneval", "gsm8k")
-K = 7
 ROUND_SETTINGS = {"min_documents": 20, "min_held_back": 10}
 
 
@@ -52,36 +44,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pair", default="smollm2-135m")
     parser.add_argument("--prompts", type=int, default=160)
     parser.add_argument("--old-prompts", type=int, default=12, help="of each old set, to judge")
-    parser.add_argument("--replay-prompts", type=int, default=24, help="of each old set, to replay")
+    parser.add_argument("--replay-prompts", type=int, default=60, help="of each old set, to replay")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
     return parser.parse_args()
-
-
-def answered(path: Path, target: Target, tasks: list[Task], max_tokens: int) -> Documents:
-    """The target's answers to the tasks, kept in a file."""
-    if not path.is_file():
-        documents, _ = answer_tasks(target, tasks, max_tokens)
-        lines = [record_line(documents, i) for i in range(len(documents))]
-        write_text(path, "".join(lines))
-    return read_documents([path], target, target.context)
-
-
-def record_line(documents: Documents, number: int) -> str:
-    document = documents[number]
-    start = int(np.flatnonzero(document.answer_mask)[0])
-    ids = document.ids.tolist()
-    return json.dumps({"key": document.key, "ids": ids, "spans": [[start, len(ids)]]}) + "\n"
-
-
-def stored(documents: Documents) -> list[StoredDocument]:
-    result = []
-    for number in range(len(documents)):
-        document = documents[number]
-        start = int(np.flatnonzero(document.answer_mask)[0])
-        ids = document.ids.tolist()
-        result.append(new_document(ids[:start], ids[start:]))
-    return result
 
 
 class LearnRun:
@@ -127,7 +93,7 @@ class LearnRun:
         for part in range(done, rounds):
             segment = SegmentFile(self.folder, f"part{part}", StoreLimits())
             for document in documents[part::rounds]:
-                segment.append(encode_line(document))
+                segment.append(encode_line(replace(document, time=time.time())))
             segment.close()
             for record in self.job.run():
                 print(f"version {record.number} {record.state}: {record.reason}", flush=True)
@@ -167,16 +133,8 @@ class LearnRun:
         return rows
 
     def count(self, version: int, documents: Documents) -> AcceptedCounts:
-        teacher = self.job.teacher
-        drafter = checkpoint.load(teacher.version(self.folder, version), teacher.target)
-        features = FeatureExtractor(teacher.target, drafter.config.aux_layer_ids or ())
-        dtype = torch.float32 if teacher.target.dtype == torch.float32 else torch.bfloat16
-        passes = DrafterPasses(drafter.float(), dtype)
-        drafter.set_embed_and_head(
-            teacher.target.embedding, teacher.target.lm_head, drafter.target_ids
-        )
-        replay = DraftReplay(passes, features, 1024, group_size=128, logit_rows=1024)
-        return count_accepted(replay, documents, K)
+        folder = self.job.teacher.version(self.folder, version)
+        return count_drafter(folder, self.target, documents)
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ class VersionRecord:
     seconds: float = 0.0  # of training
     mixed: float = 1.0  # share of the trained weights; the rest is the parent's
     held_back: LengthComparison | None = None  # on answers of the traffic that were held back
-    replay: LengthComparison | None = None  # on answers of the replay folder that were held back
+    replay: LengthComparison | None = None  # with version 0, on held-out answers of the replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Import the log of an OpenAI-compatible server into the store of a learn folder."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,11 @@ class LogImport:
             self._skip(f"{place}: skipped, {error}")
 
     def _add(self, exchange: Exchange) -> None:
-        created = exchange.response.get("created")
         for prompt, answer in encode_exchange(self.target, exchange):
             document = new_document(prompt, answer, "log")
             if document.id in self.known:
                 self.counts.known += 1
                 continue
-            if isinstance(created, int | float) and created > 0:
-                document = replace(document, time=float(created))
             self.segment.append(encode_line(document))
             self.known.add(document.id)
             self.counts.documents += 1

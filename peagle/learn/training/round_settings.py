@@ -27,10 +27,9 @@ class RoundSettings:
     min_held_back: int = 20  # documents
     max_held_back: int = 100  # the newest ones judge
     margin: float = 0.01  # by which the lower bound of the ratio must exceed 1
-    min_replay_ratio: float = 0.98  # of the acceptance length on held-out answers of the replay
-    # Shares of the trained weights, tried in this order; the rest is the current weights. Without
-    # a replay folder nothing measures what is forgotten, and the first share is not tried.
-    mixes: tuple[float, ...] = (1.0, 0.7, 0.5)
+    min_replay_ratio: float = 0.98  # of version 0's length on held-out answers of the replay
+    # Shares of the trained weights, tried in this order; the rest is the current weights.
+    mixes: tuple[float, ...] = (0.7, 0.5)
     seed: int = 0
     nice: int = 19  # priority of the job; 19 is the lowest
 

@@ -95,6 +95,7 @@ class TrainingRound:
         self.plan = plan
         self.settings = settings
         self.target = target = teacher.target
+        self.base = teacher.drafter
         self.current = current = teacher.version(folder, plan.parent)
         # Without a share, the parent process stops this one while requests run (throttle.py).
         on_gpu = target.device.type == "cuda"
@@ -154,10 +155,13 @@ class TrainingRound:
         current = checkpoint.load(self.current, self.target, torch.float32)
         trained = self.trainer.drafter.eval()
         before = self._count(current, self.data.held_back)
-        old_before = self._count(current, self.data.replay_held_out)
+        # Version 0 knows the old domains: small losses of many rounds must not add up.
+        base = (
+            checkpoint.load(self.base, self.target, torch.float32) if self.plan.parent else current
+        )
+        old_before = self._count(base, self.data.replay_held_out)
         candidates = []
-        shares = self.settings.mixes
-        for mixed in shares[1:] or shares if old_before is None else shares:
+        for mixed in self.settings.mixes:
             drafter = mix_weights(current, trained, mixed)
             candidate = self._judge(drafter, mixed, before, old_before)
             if candidate.verdict.wins:
