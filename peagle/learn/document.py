@@ -40,7 +40,7 @@ def new_document(prompt: Sequence[int], answer: Sequence[int], engine: str = "")
 def encode_line(document: StoredDocument) -> bytes:
     values = {
         "id": document.id,
-        "time": round(document.time, 3),
+        "time": document.time,
         "engine": document.engine,
         "prompt": pack_tokens(document.prompt),
         "answer": pack_tokens(document.answer),

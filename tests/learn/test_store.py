@@ -92,7 +92,7 @@ def test_the_size_is_bounded(folder: LearnFolder) -> None:
     limits = StoreLimits(max_bytes=16_000)
     fill(folder, 400, limits)
     segments = list_segments(folder)
-    assert 10 < len(segments) <= 17
+    assert 10 < len(segments) <= 24
     assert store_size(folder).bytes <= limits.max_bytes + limits.segment_bytes
     kept = [document[0] for document in answers(folder)]
     assert kept == list(range(kept[0], 400))  # The oldest were deleted.
