@@ -180,6 +180,7 @@ def measure(
     pair: LoadedPair, old: Drafter, new: Drafter, documents: list[Document], scale: float
 ) -> Figures:
     method = old.config.method
+    pair.replace_drafter(method, old)
     with engine_for(pair, method) as engine:
         plain = [second_half(engine, document) for document in documents]
         stale = [second_half(engine, document, (new, old)) for document in documents]
@@ -219,6 +220,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--sets", default="gsm8k,mt_bench")
+    parser.add_argument(
+        "--reverse", action="store_true", help="the shipped drafter replaces the other one"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     pair = load(device="cpu", dtype="float32", stored=False)
@@ -238,7 +242,9 @@ def main() -> None:
     new = checkpoint.load(out / "drafter", pair.target, pair.target.dtype)
     rows: list[Figures] = []
     for scale in map(float, options.scales.split(",")):
-        rows.append(measure(pair, old, moved(old, new, pair.target, scale), documents, scale))
+        versions = [old, moved(old, new, pair.target, scale)]
+        before, after = versions[::-1] if options.reverse else versions
+        rows.append(measure(pair, before, after, documents, scale))
         (options.out / f"{options.method}.json").write_text(
             json.dumps([asdict(row) for row in rows], indent=1)
         )

@@ -91,7 +91,7 @@ def test_answers_stay_the_same(kind: str) -> None:
 def test_replaced_from_another_thread() -> None:
     """While the engine's own thread is serving; no swap waits until the engine is idle."""
     each = versions("p-eagle")
-    config = EngineConfig(method="p-eagle", k=4, thread=True, **TIGHT)
+    options: dict[str, Any] = {"method": "p-eagle", "k": 4, "thread": True, **TIGHT}
     stopped = threading.Event()
     versions_in_use = []
 
@@ -103,7 +103,7 @@ def test_replaced_from_another_thread() -> None:
             if engine.busy:
                 versions_in_use.append(engine.status()["drafter_version"])
 
-    with Engine(each.pair(each.first), config) as engine:
+    with Engine(each.pair(each.first), EngineConfig(**options)) as engine:
         thread = threading.Thread(target=replace_often, args=(engine,))
         streams = [engine.add(ids, **settings) for ids, settings in ASKED]
         thread.start()
