@@ -129,10 +129,18 @@ def test_a_pacer_keeps_the_share_while_requests_run(tmp_path: Path) -> None:
     fake = FakeTime()
     pacer = Pacer(folder, 0.1, fake.clock, fake.sleep)
     load.write(1, 0, 0.0)
-    fake.now += 0.02
+    for seconds in (60.0, 30.0, 0.02):  # compiling, and the first step of compiled code
+        fake.now += seconds
+        pacer.pause()
+    assert fake.now == pytest.approx(90.02)
+    fake.now = 100.02
+    pacer.started = 100.0
     pacer.pause()
-    assert fake.now == pytest.approx(0.2)
+    assert fake.now == pytest.approx(100.2)
+    fake.now += 10.0  # another shape is compiled: it counts for 0.1 s
+    pacer.pause()
+    assert fake.now == pytest.approx(100.2 + 10.0 + 0.9)
     load.write(0, 0, 0.0)
-    fake.now += 0.02
+    fake.now = 200.0
     pacer.pause()
-    assert fake.now == pytest.approx(0.22)
+    assert fake.now == pytest.approx(200.0)

@@ -90,7 +90,10 @@ class TrainingRound:
         settings: RoundSettings,
         learner: LearnerSettings,
         on_step: StepCallback = lambda *_: None,
+        base_counts: dict[str, AcceptedCounts] | None = None,
     ) -> None:
+        """`base_counts`: what earlier rounds have counted for version 0."""
+        self.base_counts = {} if base_counts is None else base_counts
         self.folder = folder
         self.plan = plan
         self.settings = settings
@@ -133,6 +136,12 @@ class TrainingRound:
         self._report("judging")
         return self._keep(self._best_candidate())
 
+    def release(self) -> None:
+        """Restore the target's own attention, for the next round."""
+        source = self.trainer.features.uncached()
+        if isinstance(source, FeatureExtractor):
+            source.release()
+
     def _after_step(self, step: int, total: int, record: StepRecord) -> None:
         if not self.round.plan_file.exists():
             raise UserError("the documents of this round were purged: it ends")
@@ -168,6 +177,19 @@ class TrainingRound:
                 return candidate
             candidates.append(candidate)
         return max(candidates, key=lambda candidate: candidate.held_back.after)
+
+    def _count_base(self) -> AcceptedCounts | None:
+        """The counts of version 0 on the replay, once for all rounds of a job.
+
+        Version 0 knows the old domains: small losses of many rounds must not add up.
+        """
+        if "replay" not in self.base_counts:
+            base = checkpoint.load(self.base, self.target, torch.float32)
+            counts = self._count(base, self.data.replay_held_out)
+            if counts is None:
+                return None
+            self.base_counts["replay"] = counts
+        return self.base_counts["replay"]
 
     def _judge(
         self,
