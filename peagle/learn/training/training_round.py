@@ -306,6 +306,8 @@ def train_config(
         init=str(init),
         sliding_window=drafter.sliding_window or -1,
         bidirectional=drafter.bidirectional,
+        convolution=drafter.convolution,
+        intermediate_size=drafter.intermediate_size,
         dependency=drafter.dependency,
         confidence=drafter.confidence,
         inject=drafter.inject,
