@@ -7,6 +7,7 @@ an engine can copy its weights in place.
 """
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,9 +117,17 @@ class TrainingRound:
         self.trainer = Trainer(config, target, data, World(), features, drafter)
         self.saved = time.monotonic()
 
+    def _resume(self) -> None:
+        """Continue from the last state; one that is broken or of other settings is given up."""
+        try:
+            self.trainer.resume()
+        except UserError as error:
+            append_event(self.folder.events, "failed", f"training begins again: {error}")
+            shutil.rmtree(self.trainer.out / "state")
+
     def run(self) -> VersionRecord | None:
         """Train and judge; None: the job was asked to stop, and its state is saved."""
-        self.trainer.resume()
+        self._resume()
         journal = Journal(self.round.root, self.trainer.step, active=False)
         self._report("training")
         self.pacer.begin()
