@@ -95,9 +95,9 @@ def test_a_long_step_does_not_make_fronts_silent(monkeypatch: pytest.MonkeyPatch
 
 def test_the_status_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle driver does not wait for its next look; on a busy machine most times suffice."""
-    monkeypatch.setattr(driver, "IDLE_SECONDS", 20.0)
     seconds: list[float] = []
     with started() as (worker, front):
+        monkeypatch.setattr(driver, "IDLE_SECONDS", 20.0)
         while len(seconds) < 5 and sum(each < 5 for each in seconds) < 3:
             worker._next_status = time.monotonic() + 300
             asked = time.monotonic()

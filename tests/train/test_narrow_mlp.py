@@ -37,7 +37,7 @@ def test_trained_and_served(method: str, tmp_path: Path) -> None:
     settings = {"method": method, "intermediate_size": WIDTH, "init": "target", "save_every": 0}
     config = some_config(folder / "answers.jsonl", tmp_path / "run", **settings)
     trainer = make_run(target, config)
-    train(trainer, curves=False)
+    train(trainer)
     drafter = checkpoint.load(trainer.out / "drafter", target, torch.float32)
     assert drafter.config.intermediate_size == WIDTH
     engine = engine_of(pair_of(target, {method: drafter}), method)

@@ -41,7 +41,7 @@ def test_the_gain_of_a_tree() -> None:
 def run_losses(folder: Path, **changes: object) -> list[float]:
     target, data = some_answers()
     config = some_config(data / "answers.jsonl", folder, steps=3, save_every=0, **changes)
-    return [e["loss"] for e in train(make_run(target, config), curves=False) if "loss" in e]
+    return [e["loss"] for e in train(make_run(target, config)) if "loss" in e]
 
 
 def test_off_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
