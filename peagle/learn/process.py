@@ -25,6 +25,7 @@ from peagle.learn.training.round_settings import read_round_settings
 from peagle.learn.training.throttle import Throttle, ThrottledJob, run_throttled
 
 POLL_SECONDS = 1.0
+MAX_READ_BYTES = 8 << 20  # of the store at a time: this process does not wait for idle engines
 STATUS_SECONDS = 1.0  # between two reports that a job is paused
 FIRST_BACKOFF_SECONDS = 10.0
 MAX_BACKOFF_SECONDS = 600.0
@@ -61,7 +62,7 @@ class Learner:
         """Whether there is a round to resume, or enough new documents for one."""
         if RoundFolder(self.folder).plan() is not None:
             return True
-        self.counter.update()
+        self.counter.update(MAX_READ_BYTES)
         status = read_status(self.folder)
         if status.new_documents != self.counter.new:
             self._report(replace(status, new_documents=self.counter.new))
