@@ -4,6 +4,7 @@ It waits for enough new documents, starts a job that trains (train_job.py) at th
 and stops it while requests run. Nothing here can fail a request: the server only reads the folder.
 """
 
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from peagle.errors import UserError
 from peagle.learn.events import append_event
+from peagle.learn.file_lock import try_lock
 from peagle.learn.folder import LearnFolder
 from peagle.learn.promotion import promote_candidates
 from peagle.learn.settings import LearnerSettings, learner_settings_from_json
@@ -49,6 +51,17 @@ class Learner:
         self.stopping = True
 
     def run(self) -> None:
+        """Learn until `stop`; wait while another process learns in the folder."""
+        while (lock := try_lock(self.folder.learner_lock)) is None:
+            if self.stopping:
+                return
+            self._sleep(POLL_SECONDS)
+        try:
+            self._run()
+        finally:
+            os.close(lock)
+
+    def _run(self) -> None:
         promote_candidates(self.folder)  # A killed job may have left one.
         self._report(TrainerStatus("waiting", error=read_status(self.folder).error))
         while not self.stopping:

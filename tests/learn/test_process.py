@@ -83,6 +83,26 @@ def test_a_killed_job_is_reported_and_restarted(
     assert "SIGKILL" in str(read_status(folder).error)
 
 
+def test_one_learner_at_a_time(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one, as of a rolling update, waits until the first has ended."""
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.01)
+    runs: list[str] = []
+    first, second = (Learner(folder, SETTINGS, on_gpu=False) for _ in range(2))
+    monkeypatch.setattr(first, "is_due", lambda: runs.append("first"))
+    monkeypatch.setattr(second, "is_due", lambda: runs.append("second"))
+    threads = [threading.Thread(target=learner.run) for learner in (first, second)]
+    threads[0].start()
+    wait_for(lambda: "first" in runs)
+    threads[1].start()
+    time.sleep(0.1)
+    assert "second" not in runs
+    first.stop()
+    wait_for(lambda: "second" in runs)
+    second.stop()
+    for thread in threads:
+        thread.join()
+
+
 def test_a_full_disk_does_not_end_the_learner(
     folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,13 @@
 """Versions: records, the current version, rollback to a parent, pruning of old weights."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peagle.errors import UserError
+from peagle.learn import promotion
 from peagle.learn.folder import LearnFolder
 from peagle.learn.promotion import promote_candidates
 from peagle.learn.versions import (
@@ -20,6 +22,7 @@ from peagle.learn.versions import (
     rollback,
     set_current,
     version_folder,
+    write_current,
     write_version,
 )
 
@@ -101,6 +104,28 @@ def test_a_candidate_of_another_parent_is_not_promoted(folder: LearnFolder) -> N
     promoted = promote_candidates(folder)
     assert promoted is not None and read_current(folder).number == 3
     assert read_version(folder, 3) == promoted
+
+
+def test_a_rollback_is_not_overwritten_by_a_promotion(
+    folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback that comes while a candidate is promoted waits, and then leaves it."""
+    add(folder, 1, 0)
+    set_current(folder, 1, "test")
+    add(folder, 2, 1, state="candidate")
+    threads = []
+
+    def roll_back_meanwhile(*args: object) -> CurrentVersion:
+        threads.append(threading.Thread(target=rollback, args=(folder, 0)))
+        threads[0].start()
+        threads[0].join(0.2)
+        return write_current(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(promotion, "write_current", roll_back_meanwhile)
+    promote_candidates(folder)
+    threads[0].join()
+    assert read_current(folder).number == 0
+    assert [record.state for record in list_versions(folder)] == ["rolled back", "rolled back"]
 
 
 def test_versions_of_another_drafter_are_refused(folder: LearnFolder) -> None:
