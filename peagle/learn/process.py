@@ -106,7 +106,6 @@ class Learner:
             self._report(replace(status, state="failed", error=reason))
             with suppress(OSError):
                 append_event(self.folder.events, "failed", f"{reason}: it resumes its round")
-            backoff = min(backoff, FIRST_BACKOFF_SECONDS)
         self._sleep(backoff)
 
     def _report_pause(self, running: bool) -> None:

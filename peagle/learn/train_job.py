@@ -6,6 +6,7 @@ resumes its round. SIGTERM ends it after the current step, with its state saved.
 
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def main(arguments: list[str]) -> int:
         job = TrainJob(folder, learner_settings_from_json(arguments[1]))
         signal.signal(signal.SIGTERM, job.stop)
         job.run()
-    except (UserError, OSError, RuntimeError) as error:  # RuntimeError: no GPU memory is left.
+    except Exception as error:
+        if not isinstance(error, UserError | OSError):
+            traceback.print_exc()
         report_failure(folder, error)
         return FAILED_EXIT_CODE
     return 0

@@ -17,6 +17,7 @@ from peagle.learn.folder import LearnFolder
 from peagle.learn.status import read_status
 from peagle.learn.train_job import TrainJob
 from peagle.learn.training.round_folder import RoundFolder
+from peagle.learn.training.training_round import TrainingRound
 from peagle.learn.versions import list_versions, read_current, rollback, version_folder
 from tests.support.learning import (
     answers,
@@ -140,6 +141,33 @@ def test_a_full_disk_keeps_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train_job, "load_teacher", lambda settings: tiny_teacher())
     assert train_job.main([str(tmp_path), settings]) == 0
     assert len(list_versions(folder)) == 1
+
+
+def test_a_purge_while_a_candidate_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No version is learned from documents that were deleted."""
+    folder = folder_with_answers(tmp_path, epochs=1.0)
+    best_candidate = TrainingRound._best_candidate
+
+    def purge_meanwhile(training: TrainingRound) -> Any:
+        RoundFolder(folder).discard()
+        return best_candidate(training)
+
+    monkeypatch.setattr(TrainingRound, "_best_candidate", purge_meanwhile)
+    settings = learner_settings(tiny_root()).to_json()
+    assert train_job.main([str(tmp_path), settings]) == train_job.FAILED_EXIT_CODE
+    assert "were purged" in str(read_status(folder).error)
+    assert list_versions(folder) == [] and not list(folder.versions.iterdir())
+
+
+def test_an_unexpected_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_with_answers(tmp_path, epochs=1.0)
+    monkeypatch.setattr(TrainingRound, "run", lambda self: {}["missing"])
+    settings = learner_settings(tiny_root()).to_json()
+    assert train_job.main([str(tmp_path), settings]) == train_job.FAILED_EXIT_CODE
+    status = read_status(folder)
+    assert status.state == "failed" and "missing" in str(status.error)
 
 
 def test_a_store_of_another_target_is_refused(tmp_path: Path) -> None:

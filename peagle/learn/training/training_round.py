@@ -134,14 +134,18 @@ class TrainingRound:
         return self._keep(self._best_candidate())
 
     def _after_step(self, step: int, total: int, record: StepRecord) -> None:
-        if not self.round.plan_file.exists():
-            raise UserError("the documents of this round were purged: it ends")
+        self._require_documents()
         self._report("training", record.loss)
         self.on_step(step, total, record.loss)
         if time.monotonic() - self.saved > self.settings.save_seconds and step < total:
             self.trainer.save()
             self.saved = time.monotonic()
         self.pacer.pause()
+
+    def _require_documents(self) -> None:
+        """End the round, without a version, if its documents were purged."""
+        if not self.round.plan_file.exists():
+            raise UserError("the documents of this round were purged: it ends")
 
     def _report(self, state: TrainerState, loss: float | None = None) -> None:
         trainer = self.trainer
@@ -209,6 +213,7 @@ class TrainingRound:
         verdict = candidate.verdict
         calibrate_candidate(candidate.drafter, self._replay(candidate.drafter), self.data.held_back)
         path = version_folder(self.folder, number)
+        self._require_documents()
         save_candidate(candidate.drafter, path, self.target)
         record = VersionRecord(
             number=number,
