@@ -1,8 +1,8 @@
 """Locks between the processes that use a learn folder; the end of a process releases its locks.
 
-    learner.lock     one trainer at a time, of servers and of `peagle learn from-log`
-    versions.lock    one change of current.json and of the versions' records at a time
-    load/ENGINE.bin  the engine process that writes it
+learner.lock     one trainer at a time, of servers and of `peagle learn from-log`
+versions.lock    one change of current.json and of the versions' records at a time
+load/ENGINE.bin  the engine process that writes it
 """
 
 import fcntl

@@ -20,7 +20,11 @@ from peagle.learn.training.new_documents import DocumentCounter
 from peagle.learn.training.round_folder import RoundFolder, RoundPlan
 from peagle.learn.training.round_settings import RoundSettings, read_round_settings
 from peagle.learn.training.teacher import Teacher, load_teacher
-from peagle.learn.training.training_round import StepCallback, TrainingRound
+from peagle.learn.training.training_round import (
+    StepCallback,
+    TrainingRound,
+    document_length,
+)
 from peagle.learn.versions import VersionRecord, check_base, read_current
 from peagle.train.trainer import NonFiniteLoss
 
@@ -76,7 +80,8 @@ class TrainJob:
         counter.update()
         if not counter.is_enough(settings):
             return None
-        return self.rounds.create(parent, self.teacher.base, settings)
+        length = document_length(settings, self.teacher.target)
+        return self.rounds.create(parent, self.teacher.base, settings, length)
 
     def run_round(self, plan: RoundPlan) -> VersionRecord | None:
         """Train and judge; None: the job was stopped."""

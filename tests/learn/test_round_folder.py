@@ -10,7 +10,7 @@ from peagle.learn.document import encode_line, is_held_back, new_document, parse
 from peagle.learn.folder import LearnFolder, StoreIdentity
 from peagle.learn.store_reader import list_segments, purge_documents
 from peagle.learn.training.new_documents import DocumentCounter
-from peagle.learn.training.round_folder import RoundFolder
+from peagle.learn.training.round_folder import RoundFolder, cut_prompt
 from peagle.learn.training.round_settings import RoundSettings
 from tests.support.learning import write_documents
 
@@ -95,6 +95,15 @@ def test_a_large_store_is_read_in_parts(folder: LearnFolder) -> None:
         numbers.append(counter.new)
     assert 20 < numbers[0] < 30 and numbers[0] < numbers[1] < numbers[2]
     assert numbers[-1] == 100
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "kept"), [(100, 5, 15), (10, 10, 10), (11, 10, 10), (100, 50, 10)]
+)
+def test_a_long_prompt_leaves_room_for_its_answer(prompt: int, answer: int, kept: int) -> None:
+    """The trainer reads the first 20 tokens here."""
+    document = new_document(list(range(prompt)), list(range(answer)))
+    assert cut_prompt(document, 20) == document.prompt[-kept:]
 
 
 def test_only_this_user_can_read_a_round(folder: LearnFolder) -> None:

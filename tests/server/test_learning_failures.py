@@ -1,6 +1,7 @@
 """`peagle serve --learn` with broken files, failures that end, and engines built during a swap."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ def learning_of(backend: EngineBackend) -> WorkerLearning:
     return worker.learning
 
 
+def has_version(backend: EngineBackend, number: int) -> bool:
+    return learning_of(backend).report().version == number
+
+
 def test_an_engine_that_was_built_during_a_swap(
     pair: LoadedPair, folder: LearnFolder, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +70,7 @@ def test_an_engine_that_was_built_during_a_swap(
         engines = thread_engines(backend)
         for number in (1, 0):
             set_current(folder, number, "a test")
-            await until(lambda number=number: learning_of(backend).report().version == number)
+            await until(partial(has_version, backend, number))
         await ask(client, TEXT, peagle={"method": "p-eagle", "k": 2})
         extra = next(slot.engine for slot in engines.slots if slot is not engines.main)
         await until(lambda: extra in replaced)

@@ -46,8 +46,13 @@ class RoundFolder:
         except (OSError, ValueError, TypeError):
             return None
 
-    def create(self, parent: int, base: str, settings: RoundSettings) -> RoundPlan:
-        """Choose the documents of a round: all new ones and a sample of older ones."""
+    def create(
+        self, parent: int, base: str, settings: RoundSettings, max_length: int | None = None
+    ) -> RoundPlan:
+        """Choose the documents of a round: all new ones and a sample of older ones.
+
+        `max_length`: tokens of a document that the trainer reads; see `cut_prompt`.
+        """
         cursor = self.read_cursor()
         training: list[DocumentHeader] = []
         held_back: list[DocumentHeader] = []
@@ -59,8 +64,8 @@ class RoundFolder:
         tokens = sum(header.tokens for header in chosen)
         plan = RoundPlan(parent, base, newest, len(chosen), tokens, len(judging))
         with publish_folder(self.root, private=True) as staging:
-            write_records(staging / self.documents.name, self._read(chosen))
-            write_records(staging / self.held_back.name, self._read(judging))
+            write_records(staging / self.documents.name, self._read(chosen), max_length)
+            write_records(staging / self.held_back.name, self._read(judging), max_length)
             write_json(staging / self.plan_file.name, asdict(plan))
         return plan
 
@@ -130,10 +135,22 @@ def take_tokens(documents: Iterable[DocumentHeader], limit: int) -> list[Documen
     return taken
 
 
-def write_records(path: Path, documents: Iterable[StoredDocument]) -> None:
+def write_records(
+    path: Path, documents: Iterable[StoredDocument], max_length: int | None = None
+) -> None:
     """Write documents as `train.data.documents` reads them; only the answer is trained on."""
     with path.open("w") as file:
         for document in documents:
-            ids = document.prompt + document.answer
-            span = [len(document.prompt), len(ids)]
+            prompt = cut_prompt(document, max_length) if max_length else document.prompt
+            ids = prompt + document.answer
+            span = [len(prompt), len(ids)]
             file.write(json.dumps({"key": document.id, "ids": ids, "spans": [span]}) + "\n")
+
+
+def cut_prompt(document: StoredDocument, max_length: int) -> list[int]:
+    """The end of a long prompt: the trainer cuts documents, and would see nothing of the answer.
+
+    The answer keeps as much room as it needs, up to half of `max_length`.
+    """
+    room = max(max_length - len(document.answer), (max_length + 1) // 2)
+    return document.prompt[-room:]

@@ -242,7 +242,7 @@ def read_round(
     files: RoundFolder, target: Target, settings: RoundSettings, replay: Path | None
 ) -> RoundData:
     """The documents of a round, with those of the replay folder."""
-    length = min(pack_tokens(settings, target), target.context)
+    length = document_length(settings, target)
     training = read_documents([files.documents], target, length)
     held_back = read_documents([files.held_back], target, length)
     if replay is None:
@@ -255,6 +255,11 @@ def read_round(
     chosen = [replayed[i] for i in order[:count].tolist()]
     joined = join_documents([*(training[i] for i in range(len(training))), *chosen])
     return RoundData(joined, held_back, held_out)
+
+
+def document_length(settings: RoundSettings, target: Target) -> int:
+    """Tokens of a document that are read; longer ones are cut."""
+    return min(pack_tokens(settings, target), target.context)
 
 
 def pack_tokens(settings: RoundSettings, target: Target) -> int:
