@@ -16,6 +16,7 @@ from peagle.learn.folder import LearnFolder
 from peagle.learn.promotion import promote_candidates
 from peagle.learn.settings import LearnerSettings, learner_settings_from_json
 from peagle.learn.status import TrainerStatus, write_status
+from peagle.learn.training.judge import AcceptedCounts
 from peagle.learn.training.new_documents import DocumentCounter
 from peagle.learn.training.round_folder import RoundFolder, RoundPlan
 from peagle.learn.training.round_settings import RoundSettings, read_round_settings
@@ -46,6 +47,7 @@ class TrainJob:
         self.teacher: Teacher = load_teacher(settings)
         folder.open(self.teacher.identity)
         check_base(folder, self.teacher.base)
+        self.base_counts: dict[str, AcceptedCounts] = {}
         self.stopping = False
         self.training: TrainingRound | None = None
 
@@ -86,7 +88,13 @@ class TrainJob:
     def run_round(self, plan: RoundPlan) -> VersionRecord | None:
         """Train and judge; None: the job was stopped."""
         self.training = TrainingRound(
-            self.folder, self.teacher, plan, self.round_settings, self.settings, self.on_step
+            self.folder,
+            self.teacher,
+            plan,
+            self.round_settings,
+            self.settings,
+            self.on_step,
+            self.base_counts,
         )
         self.training.trainer.stopping = self.stopping
         try:
@@ -95,6 +103,8 @@ class TrainJob:
             # The same documents would fail again: the next round begins behind them.
             self.rounds.finish(plan)
             raise
+        finally:
+            self.training.release()
         if record is not None:
             promote_candidates(self.folder)
             write_status(self.folder, TrainerStatus("waiting"))

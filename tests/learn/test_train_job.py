@@ -1,6 +1,7 @@
 """The job: documents become a promoted version; failures leave everything as it was."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,20 @@ def test_a_stopped_round_resumes_with_the_same_documents(tmp_path: Path) -> None
     record = resumed.run_round(plan)
     assert record is not None and record.documents == plan.documents
     assert steps[0] == 3 and steps[-1] == record.steps
+
+
+def test_a_state_of_other_settings_is_given_up(tmp_path: Path) -> None:
+    """An upgrade, another path of the drafter or an edited training.json."""
+    folder = folder_with_answers(tmp_path, epochs=2.0)
+    job = make_job(folder)
+    job.on_step = lambda step, total, loss: job.stop()
+    assert job.run() == [] and list((tmp_path / "round" / "state").iterdir())
+    resumed = make_job(folder)
+    resumed.round_settings = replace(resumed.round_settings, lr=2e-3)
+    steps: list[int] = []
+    resumed.on_step = lambda step, total, loss: steps.append(step)
+    assert len(resumed.run()) == 1 and steps[0] == 1
+    assert kinds(folder)[0] == "failed"
 
 
 def test_a_loss_that_is_not_finite_fails_the_round_alone(

@@ -368,6 +368,8 @@ CASES: dict[str, Case] = {
     "a weight by its codes, int8": partial(check_weight_codes, 256, 192, torch.int8),
     "a weight by its codes, fp8": partial(check_weight_codes, 256, 192, torch.float8_e4m3fn),
     "few rows, many": partial(check_skinny_gemm, 40, 128, 1024, False),
+    "few rows, many, bias": partial(check_skinny_gemm, 33, 192, 1088, True),
+    "few rows, many, shares": partial(check_skinny_gemm, 64, 64, 1536, True),
     "best": partial(check_argmax, 5, 10_000),
     "best, one piece": partial(check_argmax, 3, 77),
     "take": partial(check_gather_rows, 5, 5, 7),

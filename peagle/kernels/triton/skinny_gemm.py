@@ -12,7 +12,8 @@ Weights do not depend on the kernel in front. A program loads its last ones, up 
 it waits for its rows (dependent_launch.py); with few rows, all programs of a matrix are on the GPU
 at once, and most of the matrix is there when the rows are.
 
-The order in which a number is summed depends on the matrix alone, not on the number of rows.
+The order in which a number is summed depends on the matrix alone, not on the number of rows, except
+for small matrices in 8 bits, whose wide tiles use other instructions.
 
 A weight in 8 bits (int8 or fp8, with a scale per output) is half as much to read: it is converted
 to x's dtype before the product, which is exact, and its scale multiplies the sum.

@@ -4,6 +4,7 @@ After each piece of work the job sleeps as long as the share demands, or until t
 Work on the CPU, such as compiling, is not limited: it does not slow the engines on the GPU.
 """
 
+import math
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from peagle.learn.engine_load import EngineLoad
 from peagle.learn.folder import LearnFolder
 
 POLL_SECONDS = 0.005
+WARM_UP_PIECES = 3  # pieces of work after which code is compiled; there is no rest after them
+MAX_FACTOR = 5.0  # a piece counts for so many times the shortest one at most: more is compiling
 
 
 class Pacer:
@@ -26,15 +29,20 @@ class Pacer:
         self.share = share
         self.clock = clock
         self.sleep = sleep
-        self.started = clock()
+        self.begin()
 
     def begin(self) -> None:
-        """Work begins now."""
+        """Work of another kind begins now."""
         self.started = self.clock()
+        self.pieces = 0
+        self.shortest = math.inf
 
     def pause(self) -> None:
         """Sleep after a piece of work, which began at the end of the last pause."""
         spent = self.clock() - self.started
+        self.pieces += 1
+        self.shortest = min(self.shortest, spent)
+        spent = min(spent, MAX_FACTOR * self.shortest) if self.pieces > WARM_UP_PIECES else 0.0
         rest_until = self.clock() + spent * (1 / self.share - 1) if self.share else 0.0
         while self.clock() < rest_until and is_busy(self.folder):
             self.sleep(min(POLL_SECONDS, max(rest_until - self.clock(), 0)))

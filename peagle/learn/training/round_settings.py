@@ -29,7 +29,7 @@ class RoundSettings:
     margin: float = 0.01  # by which the lower bound of the ratio must exceed 1
     min_replay_ratio: float = 0.98  # of version 0's length on held-out answers of the replay
     # Shares of the trained weights, tried in this order; the rest is the current weights.
-    mixes: tuple[float, ...] = (0.7, 0.5)
+    mixes: tuple[float, ...] = (0.5, 0.3)
     seed: int = 0
     nice: int = 19  # priority of the job; 19 is the lowest
 

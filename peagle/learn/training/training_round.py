@@ -7,6 +7,7 @@ an engine can copy its weights in place.
 """
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,10 @@ class TrainingRound:
         settings: RoundSettings,
         learner: LearnerSettings,
         on_step: StepCallback = lambda *_: None,
+        base_counts: dict[str, AcceptedCounts] | None = None,
     ) -> None:
+        """`base_counts`: what earlier rounds have counted for version 0."""
+        self.base_counts = {} if base_counts is None else base_counts
         self.folder = folder
         self.plan = plan
         self.settings = settings
@@ -113,9 +117,17 @@ class TrainingRound:
         self.trainer = Trainer(config, target, data, World(), features, drafter)
         self.saved = time.monotonic()
 
+    def _resume(self) -> None:
+        """Continue from the last state; one that is broken or of other settings is given up."""
+        try:
+            self.trainer.resume()
+        except UserError as error:
+            append_event(self.folder.events, "failed", f"training begins again: {error}")
+            shutil.rmtree(self.trainer.out / "state")
+
     def run(self) -> VersionRecord | None:
         """Train and judge; None: the job was asked to stop, and its state is saved."""
-        self.trainer.resume()
+        self._resume()
         journal = Journal(self.round.root, self.trainer.step, active=False)
         self._report("training")
         self.pacer.begin()
@@ -132,6 +144,12 @@ class TrainingRound:
         )
         self._report("judging")
         return self._keep(self._best_candidate())
+
+    def release(self) -> None:
+        """Restore the target's own attention, for the next round."""
+        source = self.trainer.features.uncached()
+        if isinstance(source, FeatureExtractor):
+            source.release()
 
     def _after_step(self, step: int, total: int, record: StepRecord) -> None:
         self._require_documents()
@@ -172,6 +190,19 @@ class TrainingRound:
                 return candidate
             candidates.append(candidate)
         return max(candidates, key=lambda candidate: candidate.held_back.after)
+
+    def _count_base(self) -> AcceptedCounts | None:
+        """The counts of version 0 on the replay, once for all rounds of a job.
+
+        Version 0 knows the old domains: small losses of many rounds must not add up.
+        """
+        if "replay" not in self.base_counts:
+            base = checkpoint.load(self.base, self.target, torch.float32)
+            counts = self._count(base, self.data.replay_held_out)
+            if counts is None:
+                return None
+            self.base_counts["replay"] = counts
+        return self.base_counts["replay"]
 
     def _judge(
         self,
@@ -294,6 +325,8 @@ def train_config(
         init=str(init),
         sliding_window=drafter.sliding_window or -1,
         bidirectional=drafter.bidirectional,
+        convolution=drafter.convolution,
+        intermediate_size=drafter.intermediate_size,
         dependency=drafter.dependency,
         confidence=drafter.confidence,
         inject=drafter.inject,
