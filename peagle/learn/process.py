@@ -65,8 +65,11 @@ class Learner:
         promote_candidates(self.folder)  # A killed job may have left one.
         self._report(TrainerStatus("waiting", error=read_status(self.folder).error))
         while not self.stopping:
-            if self.is_due():
-                self.run_job()
+            try:
+                if self.is_due():
+                    self.run_job()
+            except UserError as error:  # training.json may be edited at any time.
+                self._report(replace(read_status(self.folder), state="failed", error=str(error)))
             self._sleep(POLL_SECONDS)
         status = read_status(self.folder)
         self._report(replace(status, state="waiting", pid=0))
