@@ -62,15 +62,19 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 @contextmanager
-def publish_folder(final: Path) -> Iterator[Path]:
-    """Yield a staging folder that replaces `final` if the block ends without an error."""
+def publish_folder(final: Path, private: bool = False) -> Iterator[Path]:
+    """Yield a staging folder that replaces `final` if the block ends without an error.
+
+    `private`: only this user can read it.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
         yield staging
-        staging.chmod(0o755)
-        for file in staging.rglob("*"):
-            file.chmod(0o755 if file.is_dir() else 0o644)
+        if not private:
+            staging.chmod(0o755)
+            for file in staging.rglob("*"):
+                file.chmod(0o755 if file.is_dir() else 0o644)
         replace_folder(staging, final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -6,5 +6,6 @@ of the drafter, and the server swaps in those that win. A folder is the interfac
     load/ENGINE.bin                 EngineLoad: whether requests run (engine_load.py)
     versions/0001/                  a drafter and its record
     current.json                    the version that serves
+    learner.lock, versions.lock     one process at a time (file_lock.py)
     trainer.json, events.jsonl      what the trainer does, and what has happened
 """

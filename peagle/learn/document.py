@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 HELD_BACK_ONE_IN = 5
 TOKEN_TYPE = "I"  # of array: 32 bits, without a sign
+TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,19 @@ class StoredDocument:
     @property
     def tokens(self) -> int:
         return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentHeader:
+    """A document without its tokens: those of a large store do not fit into memory as lists."""
+
+    id: str
+    time: float
+    tokens: int
+
+    @property
+    def prompt_digest(self) -> str:
+        return self.id.partition("-")[0]
 
 
 def new_document(prompt: Sequence[int], answer: Sequence[int], engine: str = "") -> StoredDocument:
@@ -58,6 +72,22 @@ def parse_document(line: bytes) -> StoredDocument | None:
     except (ValueError, TypeError, KeyError):
         return None
     return document if document.answer else None
+
+
+def parse_header(line: bytes) -> DocumentHeader | None:
+    """The header of a line, in a fraction of the time; None: the line is torn or no document."""
+    try:
+        values = json.loads(line)
+        tokens = [count_tokens(values[name]) for name in ("prompt", "answer")]
+        header = DocumentHeader(str(values["id"]), float(values["time"]), sum(tokens))
+    except (ValueError, TypeError, KeyError):
+        return None
+    return header if tokens[1] else None
+
+
+def count_tokens(text: str) -> int:
+    """The number of tokens in base64."""
+    return (len(text) * 3 // 4 - text[-2:].count("=")) // TOKEN_BYTES
 
 
 def pack_tokens(tokens: Sequence[int]) -> str:

@@ -1,17 +1,19 @@
 """EngineLoad: how busy an engine process is, in a file of 24 bytes that a trainer reads.
 
-The engine's thread writes it into a mapped file, without a system call. Times are those of the
-monotonic clock, which all processes of a machine share.
+The engine's thread writes it, some hundred times a second at most. The file is not mapped: a disk
+that is full or lost would end the process by SIGBUS. Times are those of the monotonic clock, which
+all processes of a machine share.
 """
 
-import mmap
+import os
 import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 
+from peagle.learn.file_lock import try_lock
 from peagle.learn.folder import LearnFolder
-from peagle.paths import write_bytes
 
 LAYOUT = struct.Struct("<IIdd")
 # A process that has not written for this long has ended, or hangs.
@@ -43,16 +45,19 @@ class EngineLoad:
 
 class EngineLoadWriter:
     def __init__(self, folder: LearnFolder, engine: str) -> None:
-        path = folder.load / f"{engine}.bin"
-        # A new file: one that another process has mapped must not be truncated.
-        write_bytes(path, bytes(LAYOUT.size))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), LAYOUT.size)
+        """Two servers may have engines of the same name: each writes its own file."""
+        names = (f"{engine}.{i}.bin" if i else f"{engine}.bin" for i in count())
+        files = (try_lock(folder.load / name) for name in names)
+        self._file = next(file for file in files if file is not None)
+        self.write(0, 0, 0.0)
 
     def write(self, running: int, waiting: int, last_step: float) -> None:
-        LAYOUT.pack_into(self._map, 0, running, waiting, last_step, time.monotonic())
+        """Errors are ignored: nothing here may end a request."""
+        with suppress(OSError):
+            load = LAYOUT.pack(running, waiting, last_step, time.monotonic())
+            os.pwrite(self._file, load, 0)
 
     def close(self) -> None:
         """Report an idle engine."""
         self.write(0, 0, 0.0)
-        self._map.close()
+        os.close(self._file)

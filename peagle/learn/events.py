@@ -1,6 +1,7 @@
 """DIR/events.jsonl: what happened in a learn folder, one JSON line per event."""
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any, Literal
 EventKind = Literal[
     "stored", "trained", "judged", "promoted", "rejected", "rolled back", "failed", "purged"
 ]
+
+MAX_EVENT_BYTES = 2048  # of most lines: the newest events are read without the rest of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,13 @@ def append_event(
 
 
 def read_events(path: Path, newest: int = 0) -> list[LearnEvent]:
-    """The events, the oldest first; only the `newest` ones if given. A torn line is skipped."""
+    """The events, the oldest first; only the `newest` ones if given. A torn line is skipped.
+
+    A file that cannot be read has none.
+    """
     try:
-        lines = path.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
+        lines = read_lines(path, newest * MAX_EVENT_BYTES)
+    except OSError:
         return []
     events = []
     for line in lines[-newest:]:
@@ -45,3 +51,11 @@ def read_events(path: Path, newest: int = 0) -> list[LearnEvent]:
         except (ValueError, TypeError):
             continue
     return events
+
+
+def read_lines(path: Path, max_bytes: int) -> list[bytes]:
+    """The lines in the last bytes of a file, the first of which may be torn; 0: all lines."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - max_bytes) if max_bytes else 0)
+        return file.read().splitlines()

@@ -44,6 +44,8 @@ class LearnFolder:
         self.current = self.root / "current.json"
         self.trainer = self.root / "trainer.json"
         self.events = self.root / "events.jsonl"
+        self.learner_lock = self.root / "learner.lock"  # file_lock.py
+        self.versions_lock = self.root / "versions.lock"
 
     def open(self, identity: StoreIdentity) -> None:
         """Create the folder, or check that it belongs to this target (UserError)."""

@@ -4,6 +4,7 @@ It waits for enough new documents, starts a job that trains (train_job.py) at th
 and stops it while requests run. Nothing here can fail a request: the server only reads the folder.
 """
 
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from peagle.errors import UserError
 from peagle.learn.events import append_event
+from peagle.learn.file_lock import try_lock
 from peagle.learn.folder import LearnFolder
 from peagle.learn.promotion import promote_candidates
 from peagle.learn.settings import LearnerSettings, learner_settings_from_json
@@ -25,6 +27,7 @@ from peagle.learn.training.round_settings import read_round_settings
 from peagle.learn.training.throttle import Throttle, ThrottledJob, run_throttled
 
 POLL_SECONDS = 1.0
+MAX_READ_BYTES = 8 << 20  # of the store at a time: this process does not wait for idle engines
 STATUS_SECONDS = 1.0  # between two reports that a job is paused
 FIRST_BACKOFF_SECONDS = 10.0
 MAX_BACKOFF_SECONDS = 600.0
@@ -48,11 +51,25 @@ class Learner:
         self.stopping = True
 
     def run(self) -> None:
+        """Learn until `stop`; wait while another process learns in the folder."""
+        while (lock := try_lock(self.folder.learner_lock)) is None:
+            if self.stopping:
+                return
+            self._sleep(POLL_SECONDS)
+        try:
+            self._run()
+        finally:
+            os.close(lock)
+
+    def _run(self) -> None:
         promote_candidates(self.folder)  # A killed job may have left one.
         self._report(TrainerStatus("waiting", error=read_status(self.folder).error))
         while not self.stopping:
-            if self.is_due():
-                self.run_job()
+            try:
+                if self.is_due():
+                    self.run_job()
+            except UserError as error:  # training.json may be edited at any time.
+                self._report(replace(read_status(self.folder), state="failed", error=str(error)))
             self._sleep(POLL_SECONDS)
         status = read_status(self.folder)
         self._report(replace(status, state="waiting", pid=0))
@@ -61,7 +78,7 @@ class Learner:
         """Whether there is a round to resume, or enough new documents for one."""
         if RoundFolder(self.folder).plan() is not None:
             return True
-        self.counter.update()
+        self.counter.update(MAX_READ_BYTES)
         status = read_status(self.folder)
         if status.new_documents != self.counter.new:
             self._report(replace(status, new_documents=self.counter.new))
@@ -92,7 +109,6 @@ class Learner:
             self._report(replace(status, state="failed", error=reason))
             with suppress(OSError):
                 append_event(self.folder.events, "failed", f"{reason}: it resumes its round")
-            backoff = min(backoff, FIRST_BACKOFF_SECONDS)
         self._sleep(backoff)
 
     def _report_pause(self, running: bool) -> None:

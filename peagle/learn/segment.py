@@ -54,7 +54,7 @@ class SegmentFile:
                 raise OSError(f"only {written} of {len(line)} bytes were written")
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._file, self._size)
+                self._undo()
             self.close()
             raise
         self._size += len(line)
@@ -78,6 +78,13 @@ class SegmentFile:
         self._file = -1
         self.path = None
 
+    def _undo(self) -> None:
+        """Remove what a failed write has left; on a full disk, segments must not pile up."""
+        if self._size == 0 and self.path is not None:
+            self.path.unlink(missing_ok=True)
+        else:
+            os.ftruncate(self._file, self._size)
+
     def _has_room(self, size: int) -> bool:
         """Whether the segment takes another line; not if it was deleted, as by a purge."""
         return (
@@ -87,7 +94,9 @@ class SegmentFile:
         )
 
     def _open(self) -> None:
-        self.folder.documents.mkdir(parents=True, exist_ok=True)
+        if not self.folder.identity.is_file():
+            raise OSError(f"{self.folder.identity} was removed: restart the server")
+        self.folder.documents.mkdir(exist_ok=True)
         self._number = self._next_number()
         path = self.folder.documents / f"{self.engine}-{self._number:08d}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND

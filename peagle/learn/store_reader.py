@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from peagle.learn.document import StoredDocument, parse_document
+from peagle.learn.document import DocumentHeader, StoredDocument, parse_document, parse_header
 from peagle.learn.folder import LearnFolder
 
 SEGMENT_PATTERN = "*.jsonl"
@@ -37,11 +37,18 @@ def read_segment(path: Path) -> Iterator[StoredDocument]:
                 yield document
 
 
+def read_headers(folder: LearnFolder) -> Iterator[DocumentHeader]:
+    """Yield the headers of all documents, oldest segment first."""
+    for path in list_segments(folder):
+        with suppress(FileNotFoundError), path.open("rb") as lines:
+            yield from filter(None, map(parse_header, lines))
+
+
 def list_segments(folder: LearnFolder) -> list[Path]:
     """The segments of all engines, oldest first."""
     segments = []
     for path in folder.documents.glob(SEGMENT_PATTERN):
-        with suppress(FileNotFoundError):  # It was deleted just now.
+        with suppress(OSError):  # It was deleted just now, or cannot be read.
             segments.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(segments)]
 
@@ -49,7 +56,7 @@ def list_segments(folder: LearnFolder) -> list[Path]:
 def store_size(folder: LearnFolder) -> StoreSize:
     sizes = []
     for path in list_segments(folder):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             sizes.append(path.stat().st_size)
     return StoreSize(len(sizes), sum(sizes))
 

@@ -6,6 +6,7 @@ resumes its round. SIGTERM ends it after the current step, with its state saved.
 
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from peagle.learn.training.new_documents import DocumentCounter
 from peagle.learn.training.round_folder import RoundFolder, RoundPlan
 from peagle.learn.training.round_settings import RoundSettings, read_round_settings
 from peagle.learn.training.teacher import Teacher, load_teacher
-from peagle.learn.training.training_round import StepCallback, TrainingRound
+from peagle.learn.training.training_round import (
+    StepCallback,
+    TrainingRound,
+    document_length,
+)
 from peagle.learn.versions import VersionRecord, check_base, read_current
 from peagle.train.trainer import NonFiniteLoss
 
@@ -77,7 +82,8 @@ class TrainJob:
         counter.update()
         if not counter.is_enough(settings):
             return None
-        return self.rounds.create(parent, self.teacher.base, settings)
+        length = document_length(settings, self.teacher.target)
+        return self.rounds.create(parent, self.teacher.base, settings, length)
 
     def run_round(self, plan: RoundPlan) -> VersionRecord | None:
         """Train and judge; None: the job was stopped."""
@@ -121,7 +127,9 @@ def main(arguments: list[str]) -> int:
         job = TrainJob(folder, learner_settings_from_json(arguments[1]))
         signal.signal(signal.SIGTERM, job.stop)
         job.run()
-    except (UserError, OSError, RuntimeError) as error:  # RuntimeError: no GPU memory is left.
+    except Exception as error:
+        if not isinstance(error, UserError | OSError):
+            traceback.print_exc()
         report_failure(folder, error)
         return FAILED_EXIT_CODE
     return 0

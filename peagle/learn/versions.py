@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from peagle.core import Method
 from peagle.errors import UserError
+from peagle.learn.file_lock import locked
 from peagle.learn.folder import LearnFolder
 from peagle.paths import write_json
 
@@ -79,7 +80,7 @@ def _read_records(folder: LearnFolder) -> Iterator[VersionRecord]:
     for path in folder.versions.glob(f"[0-9]*/{RECORD_FILE}"):
         try:
             yield _record_from_json(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, AttributeError):
             continue
 
 
@@ -129,6 +130,12 @@ def read_current(folder: LearnFolder) -> CurrentVersion:
 
 def set_current(folder: LearnFolder, number: int, reason: str) -> CurrentVersion:
     """Make a version the current one. Servers that watch the folder swap it in."""
+    with locked(folder.versions_lock):
+        return write_current(folder, number, reason)
+
+
+def write_current(folder: LearnFolder, number: int, reason: str) -> CurrentVersion:
+    """`set_current` for a caller that holds the lock of the versions."""
     if number:
         read_version(folder, number)
         if not (version_folder(folder, number) / "model.safetensors").is_file():
@@ -143,12 +150,17 @@ def rollback(folder: LearnFolder, number: int | None = None) -> CurrentVersion:
 
     The versions that are left behind are marked as rolled back.
     """
+    with locked(folder.versions_lock):
+        return _rollback(folder, number)
+
+
+def _rollback(folder: LearnFolder, number: int | None) -> CurrentVersion:
     current = read_current(folder)
     if number is None:
         if not current.number:
             raise UserError("version 0, the drafter of the pair, is the current one already")
         number = read_version(folder, current.number).parent
-    changed = set_current(folder, number, f"rolled back from version {current.number}")
+    changed = write_current(folder, number, f"rolled back from version {current.number}")
     for ancestor in lineage(folder, current.number):
         if ancestor == number:
             break

@@ -6,6 +6,7 @@ answers when all of them draft with that version. If one of them cannot, the for
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 from fastapi import Request, Response
@@ -83,6 +84,13 @@ def change_current(
     return before, current
 
 
+def restore(folder: LearnFolder, before: CurrentVersion, current: CurrentVersion) -> None:
+    """Return to the former version, unless there is another one by now; on a thread."""
+    with suppress(UserError, OSError):  # The reason of the failure is answered.
+        if read_current(folder) == current:
+            set_current(folder, before.number, f"version {current.number} cannot be loaded")
+
+
 def is_before(folder: LearnFolder, number: int, current: CurrentVersion) -> bool:
     """Whether the current version was trained from this one, directly or not."""
     return number == 0 or number in lineage(folder, current.number)
@@ -97,7 +105,7 @@ async def wait_for_version(
         reports = backend.counts.learn_reports()
         for report in reports.values():
             if report.failed_version == current.number and report.version_failure:
-                await asyncio.to_thread(set_current, folder, before.number, "could not be replaced")
+                await asyncio.to_thread(restore, folder, before, current)
                 raise ApiError(409, f"version {current.number}: {report.version_failure}")
         if reports and all(report.version == current.number for report in reports.values()):
             return

@@ -1,5 +1,6 @@
 """EngineLoad: what a trainer reads of engines that run, hang or have ended."""
 
+import shutil
 import time
 from pathlib import Path
 
@@ -24,14 +25,31 @@ def test_the_load_of_engines(tmp_path: Path) -> None:
     assert not any(load.busy for load in EngineLoad.read_all(folder))
 
 
-def test_a_file_that_is_mapped_is_not_truncated(tmp_path: Path) -> None:
-    """A write into a truncated file would end the process that serves."""
+def test_servers_with_engines_of_the_same_name(tmp_path: Path) -> None:
+    """As during a rolling update: each writes its own file, and a name is used again."""
     folder = LearnFolder(tmp_path)
-    first = EngineLoadWriter(folder, "engine")
-    EngineLoadWriter(folder, "engine").write(2, 0, 0.0)
+    first, second = (EngineLoadWriter(folder, "engine") for _ in range(2))
     first.write(1, 0, 0.0)
-    (load,) = EngineLoad.read_all(folder)
-    assert load.running == 2
+    second.write(2, 0, 0.0)
+    assert sorted(load.running for load in EngineLoad.read_all(folder)) == [1, 2]
+    first.close()
+    third = EngineLoadWriter(folder, "engine")
+    third.write(3, 0, 0.0)
+    assert sorted(load.running for load in EngineLoad.read_all(folder)) == [2, 3]
+
+
+def test_a_lost_disk_does_not_reach_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    writer = EngineLoadWriter(LearnFolder(tmp_path), "engine")
+    shutil.rmtree(tmp_path)
+    writer.write(1, 0, 0.0)
+    monkeypatch.setattr("os.pwrite", fail)
+    writer.write(1, 0, 0.0)
+    writer.close()
 
 
 def test_an_engine_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peagle.errors import UserError
-from peagle.learn.folder import LearnFolder
+from peagle.learn.folder import LearnFolder, StoreIdentity
 from peagle.learn.offline.log_import import LogImport
 from peagle.learn.store_reader import read_documents
 from tests.support.serving import tiny_pair
@@ -22,13 +22,19 @@ PROMPT_IDS = [94, 6, 9]
 ANSWER_IDS = [30, 31, 1]  # with the stop token
 
 
+def open_folder(root: Path) -> LearnFolder:
+    folder = LearnFolder(root / "learn")
+    folder.open(StoreIdentity("tiny", None, 96, "0123"))
+    return folder
+
+
 def import_lines(
     root: Path, records: list[Any]
 ) -> tuple[LogImport, list[str], list[tuple[list[int], list[int]]]]:
     """The import, its reports, and the documents of the store."""
     log = root / "log.jsonl"
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    folder = LearnFolder(root / "learn")
+    folder = open_folder(root)
     reports: list[str] = []
     reader = LogImport(folder, tiny_pair().target, reports.append)
     reader.read([log])
@@ -109,6 +115,6 @@ def test_a_log_without_answers_is_an_error(tmp_path: Path) -> None:
 def test_gzipped_logs_are_read(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl.gz"
     log.write_bytes(gzip.compress(json.dumps({"request": CHAT, "response": ANSWER}).encode()))
-    reader = LogImport(LearnFolder(tmp_path / "learn"), tiny_pair().target)
+    reader = LogImport(open_folder(tmp_path), tiny_pair().target)
     reader.read([log])
     assert reader.counts.documents == 1

@@ -83,6 +83,48 @@ def test_a_killed_job_is_reported_and_restarted(
     assert "SIGKILL" in str(read_status(folder).error)
 
 
+def test_settings_that_are_broken_for_a_while(
+    folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while an editor writes training.json."""
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.01)
+    started: list[bool] = []
+    learner = Learner(folder, SETTINGS, on_gpu=False)
+    monkeypatch.setattr(learner, "run_job", lambda: started.append(True))
+    write_documents(folder, answers(), time=1000.0)
+    path = folder.root / "training.json"
+    settings = path.read_text()
+    path.write_text("{")
+
+    def has_recovered() -> bool:
+        if "not valid JSON" in str(read_status(folder).error):
+            path.write_text(settings)
+        return bool(started)
+
+    run_until(learner, has_recovered)
+    assert started
+
+
+def test_one_learner_at_a_time(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one, as of a rolling update, waits until the first has ended."""
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.01)
+    runs: list[str] = []
+    first, second = (Learner(folder, SETTINGS, on_gpu=False) for _ in range(2))
+    monkeypatch.setattr(first, "is_due", lambda: runs.append("first"))
+    monkeypatch.setattr(second, "is_due", lambda: runs.append("second"))
+    threads = [threading.Thread(target=learner.run) for learner in (first, second)]
+    threads[0].start()
+    wait_for(lambda: "first" in runs)
+    threads[1].start()
+    time.sleep(0.1)
+    assert "second" not in runs
+    first.stop()
+    wait_for(lambda: "second" in runs)
+    second.stop()
+    for thread in threads:
+        thread.join()
+
+
 def test_a_full_disk_does_not_end_the_learner(
     folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,12 +165,27 @@ def test_a_full_disk(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> No
         writer.add([1], [i])
     wait(lambda: writer.counts.dropped == 3)
     assert writer.counts.failure is not None
+    assert list_segments(folder) == []  # No file is left for each answer.
     is_full = False
     writer.add([1], [9])
     writer.close()
     assert answers(folder) == [[9]]
     assert (writer.counts.documents, writer.counts.failure) == (1, None)
     assert len(reports) == 2 and "No space left" in reports[0] and "again" in reports[1]
+
+
+def test_a_folder_that_is_deleted_while_a_server_writes(folder: LearnFolder) -> None:
+    """It is not created again without its identity: the next start would refuse it."""
+    with writing(folder) as writer:
+        writer.add([1], [2])
+        wait(lambda: writer.counts.documents == 1)
+        shutil.rmtree(folder.root)
+        writer.add([1], [3])
+        wait(lambda: writer.counts.dropped == 1)
+        assert "store.json was removed" in str(writer.counts.failure)
+        folder.open(IDENTITY)
+        writer.add([1], [4])
+    assert answers(folder) == [[4]] and writer.counts.failure is None
 
 
 def wait(condition: Any) -> None:

@@ -93,6 +93,8 @@ def test_a_job_that_ignores_sigterm_is_killed_even_if_stopped() -> None:
 def test_a_job_has_the_lowest_priority() -> None:
     job = ThrottledJob(SPIN)
     assert os.getpriority(os.PRIO_PROCESS, job.pid) == 19
+    if sys.platform.startswith("linux"):  # Without memory, the kernel kills it first.
+        assert Path(f"/proc/{job.pid}/oom_score_adj").read_text() == "1000\n"
     job.end()
 
 

@@ -12,12 +12,13 @@ import torch
 from peagle.drafter.formats import checkpoint
 from peagle.errors import UserError
 from peagle.learn import train_job
-from peagle.learn.document import is_held_back
+from peagle.learn.document import is_held_back, new_document
 from peagle.learn.events import read_events
 from peagle.learn.folder import LearnFolder
 from peagle.learn.status import read_status
 from peagle.learn.train_job import TrainJob
 from peagle.learn.training.round_folder import RoundFolder
+from peagle.learn.training.training_round import TrainingRound
 from peagle.learn.versions import list_versions, read_current, rollback, version_folder
 from tests.support.learning import (
     answers,
@@ -155,6 +156,47 @@ def test_a_full_disk_keeps_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(train_job, "load_teacher", lambda settings: tiny_teacher())
     assert train_job.main([str(tmp_path), settings]) == 0
     assert len(list_versions(folder)) == 1
+
+
+def test_a_purge_while_a_candidate_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No version is learned from documents that were deleted."""
+    folder = folder_with_answers(tmp_path, epochs=1.0)
+    best_candidate = TrainingRound._best_candidate
+
+    def purge_meanwhile(training: TrainingRound) -> Any:
+        RoundFolder(folder).discard()
+        return best_candidate(training)
+
+    monkeypatch.setattr(TrainingRound, "_best_candidate", purge_meanwhile)
+    settings = learner_settings(tiny_root()).to_json()
+    assert train_job.main([str(tmp_path), settings]) == train_job.FAILED_EXIT_CODE
+    assert "were purged" in str(read_status(folder).error)
+    assert list_versions(folder) == [] and not list(folder.versions.iterdir())
+
+
+def test_long_prompts_are_learned_from(tmp_path: Path) -> None:
+    """They are cut in front: their answers are not lost behind the tokens that are read."""
+    folder = make_folder(tmp_path, tiny_teacher(), epochs=1.0, pack_tokens=128)
+    long = [new_document(150 * [7] + d.prompt, d.answer) for d in answers()]
+    write_documents(folder, long, time=1000.0)
+    (record,) = make_job(folder).run()
+    held_back = sum(is_held_back(document.id) for document in long)
+    assert record.held_back is not None and record.held_back.documents == held_back
+    assert record.documents == len(long) - held_back and record.steps > 0
+
+
+def test_an_unexpected_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("missing")
+
+    folder = folder_with_answers(tmp_path, epochs=1.0)
+    monkeypatch.setattr(TrainingRound, "run", fail)
+    settings = learner_settings(tiny_root()).to_json()
+    assert train_job.main([str(tmp_path), settings]) == train_job.FAILED_EXIT_CODE
+    status = read_status(folder)
+    assert status.state == "failed" and "missing" in str(status.error)
 
 
 def test_a_store_of_another_target_is_refused(tmp_path: Path) -> None:

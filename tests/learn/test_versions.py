@@ -1,11 +1,14 @@
 """Versions: records, the current version, rollback to a parent, pruning of old weights."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peagle.errors import UserError
+from peagle.learn import promotion
+from peagle.learn.events import MAX_EVENT_BYTES, append_event, read_events, read_lines
 from peagle.learn.folder import LearnFolder
 from peagle.learn.promotion import promote_candidates
 from peagle.learn.versions import (
@@ -20,6 +23,7 @@ from peagle.learn.versions import (
     rollback,
     set_current,
     version_folder,
+    write_current,
     write_version,
 )
 
@@ -52,6 +56,23 @@ def test_a_record_is_read_as_it_was_written(folder: LearnFolder) -> None:
     record = add(folder, 1, 0)
     assert read_version(folder, 1) == record
     assert record.held_back is not None and record.held_back.ratio == 1.25
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "1", '{"number": 2}'])
+def test_a_broken_record_is_skipped(folder: LearnFolder, content: str) -> None:
+    record = add(folder, 1, 0)
+    add(folder, 2, 1)
+    (version_folder(folder, 2) / "version.json").write_text(content)
+    assert list_versions(folder) == [record]
+
+
+def test_the_newest_events_are_read_without_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read_events(path, 3) == read_events(tmp_path) == []  # none, and a folder
+    for i in range(500):
+        append_event(path, "trained", f"{i} " + 100 * "x")
+    assert [event.text.split()[0] for event in read_events(path, 3)] == ["497", "498", "499"]
+    assert len(read_events(path)) == 500 and len(read_lines(path, 3 * MAX_EVENT_BYTES)) < 100
 
 
 def test_only_a_version_with_weights_becomes_current(folder: LearnFolder) -> None:
@@ -101,6 +122,28 @@ def test_a_candidate_of_another_parent_is_not_promoted(folder: LearnFolder) -> N
     promoted = promote_candidates(folder)
     assert promoted is not None and read_current(folder).number == 3
     assert read_version(folder, 3) == promoted
+
+
+def test_a_rollback_is_not_overwritten_by_a_promotion(
+    folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback that comes while a candidate is promoted waits, and then leaves it."""
+    add(folder, 1, 0)
+    set_current(folder, 1, "test")
+    add(folder, 2, 1, state="candidate")
+    threads = []
+
+    def roll_back_meanwhile(*args: object) -> CurrentVersion:
+        threads.append(threading.Thread(target=rollback, args=(folder, 0)))
+        threads[0].start()
+        threads[0].join(0.2)
+        return write_current(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(promotion, "write_current", roll_back_meanwhile)
+    promote_candidates(folder)
+    threads[0].join()
+    assert read_current(folder).number == 0
+    assert [record.state for record in list_versions(folder)] == ["rolled back", "rolled back"]
 
 
 def test_versions_of_another_drafter_are_refused(folder: LearnFolder) -> None:

@@ -1,4 +1,5 @@
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,9 +55,9 @@ def from_log(
         method=None if method is None else parse_method(method),
         replay=None if replay is None else str(replay),
     )
-    learner = OfflineLearner(to, settings, OfflineOptions(epochs, lr))
-    import_logs(learner, logs)
-    print_version(train(learner), learner)
+    with closing(OfflineLearner(to, settings, OfflineOptions(epochs, lr))) as learner:
+        import_logs(learner, logs)
+        print_version(train(learner), learner)
 
 
 def import_logs(learner: "OfflineLearner", logs: list[Path]) -> None:

@@ -1,11 +1,13 @@
 """Learning without a server: from logs to a better drafter, in this process."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peagle.data.records import Report, ignore
 from peagle.errors import UserError
+from peagle.learn.file_lock import try_lock
 from peagle.learn.folder import LearnFolder
 from peagle.learn.offline.log_import import ImportCounts, LogImport
 from peagle.learn.settings import LearnerSettings
@@ -41,6 +43,14 @@ class OfflineLearner:
         # Nothing else runs: the job need not share the device.
         self.job = TrainJob(self.folder, replace(settings, time_share=0.0))
         self.job.round_settings = options.apply(read_round_settings(self.folder))
+        lock = try_lock(self.folder.learner_lock)
+        if lock is None:
+            raise UserError(f"another process learns in {root}: end it, or give another folder")
+        self._lock = lock
+
+    def close(self) -> None:
+        """Let other processes learn in the folder."""
+        os.close(self._lock)
 
     def import_logs(
         self,

@@ -14,13 +14,19 @@ from peagle.train.data.documents import Documents
 from peagle.train.evaluation.acceptance import DraftReplay
 from peagle.train.evaluation.calibration import calibrate
 
+STORED_DTYPE = torch.bfloat16
+
 
 def mix_weights(current: Drafter, trained: Drafter, share: float) -> Drafter:
-    """A copy of the trained drafter whose weights are `share` trained and the rest current."""
+    """A copy of the trained drafter whose weights are `share` trained and the rest current.
+
+    They are rounded as they are stored: the judge sees exactly the drafter that will serve.
+    """
     weights: dict[str, Tensor] = {}
     before = current.state_dict()
     for name, tensor in trained.state_dict().items():
-        weights[name] = torch.lerp(before[name].float(), tensor.float(), share)
+        mixed_tensor = torch.lerp(before[name].float(), tensor.float(), share)
+        weights[name] = mixed_tensor.to(STORED_DTYPE).float()
     mixed = Drafter(current.config, current.context).to(current.fc.weight.device)
     mixed.set_embed_and_head(current.embed_table, current.head_table, current.target_ids)
     mixed.load_state_dict(weights)
@@ -37,7 +43,7 @@ def calibrate_candidate(candidate: Drafter, replay: DraftReplay, documents: Docu
 
 def save_candidate(candidate: Drafter, folder: Path, target: Target) -> None:
     """Write the drafter, read it again, and check that it can replace the current one."""
-    compact.save(candidate, folder, target, torch.bfloat16)
+    compact.save(candidate, folder, target, STORED_DTYPE)
     stored = checkpoint.read(folder)
     if replace(stored.config, calibration=candidate.config.calibration) != candidate.config:
         raise UserError(f"the config of the drafter in {folder} differs from the current one's")

@@ -58,9 +58,9 @@ def read_round_settings(folder: LearnFolder) -> RoundSettings:
     for key in values:
         if key not in known:
             raise UserError(f"unknown key {key!r} in {path}.{did_you_mean(key, known)}")
-    if "mixes" in values:
-        values["mixes"] = tuple(values["mixes"])
     try:
+        if "mixes" in values:
+            values["mixes"] = tuple(values["mixes"])
         return RoundSettings(**values)
     except TypeError as error:
         raise UserError(f"cannot read {path}: {error}") from error

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 PERIOD_SECONDS = 1.0
 IDLE_SECONDS = 0.3  # engines are idle for so long before the job continues
@@ -50,9 +51,12 @@ class ThrottledJob:
     def _prepare(self) -> None:
         """Runs in the new process: a low priority, and killed by the kernel with its parent.
 
-        SIGKILL ends a stopped process too.
+        SIGKILL ends a stopped process too. Without memory, the kernel kills the job first, and not
+        the engine, which may be larger.
         """
         os.nice(self.nice)
+        with contextlib.suppress(OSError):  # Linux only.
+            Path("/proc/self/oom_score_adj").write_text("1000")
         with contextlib.suppress(OSError, AttributeError):  # Linux only.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != self.parent:

@@ -152,14 +152,18 @@ class TrainingRound:
             source.release()
 
     def _after_step(self, step: int, total: int, record: StepRecord) -> None:
-        if not self.round.plan_file.exists():
-            raise UserError("the documents of this round were purged: it ends")
+        self._require_documents()
         self._report("training", record.loss)
         self.on_step(step, total, record.loss)
         if time.monotonic() - self.saved > self.settings.save_seconds and step < total:
             self.trainer.save()
             self.saved = time.monotonic()
         self.pacer.pause()
+
+    def _require_documents(self) -> None:
+        """End the round, without a version, if its documents were purged."""
+        if not self.round.plan_file.exists():
+            raise UserError("the documents of this round were purged: it ends")
 
     def _report(self, state: TrainerState, loss: float | None = None) -> None:
         trainer = self.trainer
@@ -240,6 +244,7 @@ class TrainingRound:
         verdict = candidate.verdict
         calibrate_candidate(candidate.drafter, self._replay(candidate.drafter), self.data.held_back)
         path = version_folder(self.folder, number)
+        self._require_documents()
         save_candidate(candidate.drafter, path, self.target)
         record = VersionRecord(
             number=number,
@@ -268,7 +273,7 @@ def read_round(
     files: RoundFolder, target: Target, settings: RoundSettings, replay: Path | None
 ) -> RoundData:
     """The documents of a round, with those of the replay folder."""
-    length = min(pack_tokens(settings, target), target.context)
+    length = document_length(settings, target)
     training = read_documents([files.documents], target, length)
     held_back = read_documents([files.held_back], target, length)
     if replay is None:
@@ -281,6 +286,11 @@ def read_round(
     chosen = [replayed[i] for i in order[:count].tolist()]
     joined = join_documents([*(training[i] for i in range(len(training))), *chosen])
     return RoundData(joined, held_back, held_out)
+
+
+def document_length(settings: RoundSettings, target: Target) -> int:
+    """Tokens of a document that are read; longer ones are cut."""
+    return min(pack_tokens(settings, target), target.context)
 
 
 def pack_tokens(settings: RoundSettings, target: Target) -> int:

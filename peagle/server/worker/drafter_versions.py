@@ -6,7 +6,9 @@ One that cannot be loaded is reported, and the engines go on with the one that t
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from peagle.core import Method
 from peagle.errors import UserError
@@ -23,9 +25,11 @@ from peagle.server.http.logs import log_event
 from peagle.server.messages import LearnReport, VersionCounts
 
 if TYPE_CHECKING:
+    from peagle.engine import Engine
     from peagle.loaded import LoadedPair
 
 POLL_SECONDS = 0.5
+RETRY_SECONDS = 60.0  # Before a version that could not be loaded is tried again.
 STOP_SECONDS = 1.0  # For a version that is being loaded when the process ends.
 
 
@@ -48,6 +52,9 @@ class DrafterVersions:
         self.version = 0
         self._seen = CurrentVersion()
         self._failure: str | None = None
+        self._retry_at = 0.0
+        self._was_swapped = False
+        self._given: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # Version by engine.
         self._counts: dict[int, VersionCounts] = {}
         self._counted = VersionCounts()  # Of the main engine, when the version was swapped in.
         self._stopped = threading.Event()
@@ -74,15 +81,20 @@ class DrafterVersions:
         report.versions = self._counts | {self.version: self._count()}
 
     def follow(self) -> None:
-        """Swap in the current version, unless it drafts already or could not be loaded before."""
+        """Swap in the current version, unless it drafts already or could not be loaded just now."""
         try:
             current = read_current(self.folder)
-            if current != self._seen:
+            now = time.monotonic()
+            if current != self._seen or (self._failure is not None and now >= self._retry_at):
+                if current != self._seen:
+                    self._failure = None
                 self._seen = current
-                self._failure = None
+                self._retry_at = now + RETRY_SECONDS
                 if current.number != self.version:
                     self._load(current.number)
             self._update_engines()
+            if current.number == self.version:
+                self._failure = None
         except Exception as error:
             known = isinstance(error, UserError | OSError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
@@ -105,6 +117,7 @@ class DrafterVersions:
         drafter = checkpoint.load(folder, target, target.dtype)
         if drafter.config.method != self.method:
             raise UserError(f"version {number} is a {drafter.config.method} drafter")
+        self._was_swapped = True
         self.pair.replace_drafter(self.method, drafter)
         before = self.version
         self._counts[before] = self._count()
@@ -117,9 +130,18 @@ class DrafterVersions:
         """Give the drafter to the engines that lack it, such as one that was being built."""
         for slot in self.pool.slots:
             engine = slot.engine
-            is_behind = engine.method == self.method and engine.drafter_version != self.version
-            if is_behind and not engine.closed:
-                engine.replace_drafter(self.pair.drafter(self.method), version=self.version)
+            # One that was built meanwhile may have the drafter of any version.
+            given = self._given.get(engine, None if self._was_swapped else 0)
+            if engine.method == self.method and given != self.version and not engine.closed:
+                self._update(engine)
+
+    def _update(self, engine: "Engine") -> None:
+        try:
+            engine.replace_drafter(self.pair.drafter(self.method), version=self.version)
+        except UserError:
+            if not engine.closed:  # It may be closed at any time.
+                raise
+        self._given[engine] = self.version
 
     def _count(self) -> VersionCounts:
         """What the version that drafts now has done so far."""

@@ -53,9 +53,12 @@ class WorkerLearning:
             )
         try:
             self._open(pair)
-        except (UserError, OSError) as error:
-            self.failure = str(error)
-            log_event("learning is off", logging.ERROR, reason=self.failure)
+        except Exception as error:  # A broken file must not end the start.
+            known = isinstance(error, UserError | OSError)
+            self.failure = str(error) if known else f"{type(error).__name__}: {error}"
+            log_event(
+                "learning is off", logging.ERROR, None if known else error, reason=self.failure
+            )
 
     def _open(self, pair: "LoadedPair") -> None:
         target = pair.target

@@ -1,0 +1,128 @@
+"""`peagle serve --learn` with broken files, failures that end, and engines built during a swap."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from peagle.drafter import Drafter
+from peagle.engine import Engine
+from peagle.learn.folder import LearnFolder
+from peagle.learn.versions import set_current
+from peagle.loaded import LoadedPair
+from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.worker import drafter_versions
+from peagle.server.worker.learning import WorkerLearning
+from tests.support.serving import TEXT, ask, served, thread_engines, tiny_folder, until
+from tests.support.versions import add_version, load_folder
+
+LEARN: dict[str, Any] = {"learn_size": 1.0}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def pair(root: Path) -> LoadedPair:
+    return load_folder(root)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> LearnFolder:
+    return LearnFolder(tmp_path / "learn")
+
+
+@pytest.fixture(autouse=True)
+def fast_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_versions, "POLL_SECONDS", 0.02)
+
+
+def learning_of(backend: EngineBackend) -> WorkerLearning:
+    worker = thread_engines(backend).source.worker
+    assert worker is not None and worker.learning is not None
+    return worker.learning
+
+
+def has_version(backend: EngineBackend, number: int) -> bool:
+    return learning_of(backend).report().version == number
+
+
+def test_an_engine_that_was_built_during_a_swap(
+    pair: LoadedPair, folder: LearnFolder, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafter may be that of any version: it is replaced, whatever the engine says."""
+    add_version(folder, pair, root, 1, parent=0)
+    replaced: list[Engine] = []
+    replace_drafter = Engine.replace_drafter
+
+    def replace_and_note(engine: Engine, drafter: Drafter, version: int = 0) -> None:
+        replaced.append(engine)
+        replace_drafter(engine, drafter, version)
+
+    monkeypatch.setattr(Engine, "replace_drafter", replace_and_note)
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        engines = thread_engines(backend)
+        for number in (1, 0):
+            set_current(folder, number, "a test")
+            await until(partial(has_version, backend, number))
+        await ask(client, TEXT, peagle={"method": "p-eagle", "k": 2})
+        extra = next(slot.engine for slot in engines.slots if slot is not engines.main)
+        await until(lambda: extra in replaced)
+        assert extra.drafter_version == 0
+
+    served(test, lambda: pair, learn=str(folder.root), **LEARN)
+
+
+def test_a_failure_that_has_ended_is_forgotten(
+    pair: LoadedPair, folder: LearnFolder, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_version(folder, pair, root, 1, parent=0)
+    monkeypatch.setattr(drafter_versions, "RETRY_SECONDS", 0.05)
+    weights = folder.versions / "0001" / "model.safetensors"
+    content = weights.read_bytes()
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        async def failure() -> Any:
+            return (await client.get("/v1/peagle/status")).json()["learn"]["failure"]
+
+        folder.current.write_text("{")
+        await until(lambda: learning_of(backend).report().version_failure)
+        assert "current.json" in await failure()
+        folder.current.unlink()
+        await until(lambda: learning_of(backend).report().version_failure is None)
+        assert await failure() is None
+        weights.write_bytes(b"broken")  # As of a disk that was lost for a while.
+        set_current(folder, 1, "a test")
+        await until(lambda: learning_of(backend).report().failed_version == 1)
+        weights.write_bytes(content)
+        await until(lambda: learning_of(backend).report().version == 1)
+        assert await failure() is None
+
+    served(test, lambda: pair, learn=str(folder.root), **LEARN)
+
+
+@pytest.mark.parametrize("broken", ["version.json", "events.jsonl", "root"])
+def test_broken_files_leave_serving_alone(
+    pair: LoadedPair, folder: LearnFolder, root: Path, broken: str
+) -> None:
+    add_version(folder, pair, root, 1, parent=0)
+    if broken == "version.json":
+        (folder.versions / "0001" / broken).write_text("[]")
+    elif broken == "events.jsonl":
+        folder.events.mkdir()
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        if broken == "root":
+            shutil.rmtree(folder.root)
+        await ask(client, TEXT, ignore_eos=True, max_tokens=8)
+        for path in ("/metrics", "/v1/peagle/status", "/v1/peagle/drafter"):
+            reply = await client.get(path)
+            assert reply.status_code == 200, reply.text
+
+    served(test, lambda: pair, learn=str(folder.root), **LEARN)
