@@ -50,6 +50,9 @@ chosen = true
 """
 
 
+pytestmark = pytest.mark.slow  # Half a minute of training for a tool of ours.
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, sets, a ladder: what a climb needs."""

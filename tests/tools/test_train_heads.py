@@ -74,6 +74,7 @@ def tiny(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_heads, "SNAPSHOT_SECONDS", 0.0)
 
 
+@pytest.mark.slow
 def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
     prompts, out = place / "prompts", tmp_path / "out"
     assert train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)]) == 0
@@ -101,6 +102,7 @@ def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
     assert all(record["tree 31"] >= 1 for record in measured["shipped p-eagle"].values())
 
 
+@pytest.mark.slow
 def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> None:
     """What is left of a job that was cut off in the second half of its training."""
     prompts, out = place / "prompts-2", tmp_path / "out"
@@ -119,6 +121,7 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_rungs_in_two_runs(
     place: Path, tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
