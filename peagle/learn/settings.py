@@ -14,7 +14,6 @@ class LearnerSettings:
     target: str | None = None
     drafter: str | None = None  # One folder: that of the method.
     device: str = "auto"
-    dtype: str = "auto"
     context: int | None = None
     method: Method | None = None  # None: the pair's.
     # Fraction of time while requests run; 0: only when none runs; None: 0 on a CPU, 0.1 on a GPU.

@@ -88,7 +88,6 @@ def learner_settings(settings: ServerSettings, status: WorkerStatus) -> LearnerS
         target=settings.target,
         drafter=status.learn.drafter,
         device=settings.device,
-        dtype=settings.dtype,
         context=settings.context,
         method=status.target.key.method,
         time_share=settings.learn_time,
