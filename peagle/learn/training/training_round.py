@@ -177,11 +177,7 @@ class TrainingRound:
         current = checkpoint.load(self.current, self.target, torch.float32)
         trained = self.trainer.drafter.eval()
         before = self._count(current, self.data.held_back)
-        # Version 0 knows the old domains: small losses of many rounds must not add up.
-        base = (
-            checkpoint.load(self.base, self.target, torch.float32) if self.plan.parent else current
-        )
-        old_before = self._count(base, self.data.replay_held_out)
+        old_before = self._count_base()
         candidates = []
         for mixed in self.settings.mixes:
             drafter = mix_weights(current, trained, mixed)
