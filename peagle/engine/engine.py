@@ -22,6 +22,7 @@ from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
 from peagle.engine.policy.engine_policies import choose_draft_policy, choose_ngram_policy
+from peagle.engine.policy.step_drafts import StepDrafts
 from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.request import FinishReason, RequestLimits
 from peagle.engine.schedule.scheduler import Scheduler
@@ -354,7 +355,7 @@ class Engine:
                 "context": self.context,
                 "k_most": self.max_k,
                 "startup": self.startup.as_dict(),
-                "pending_graphs": len(self.loop.backlog),
+                "pending_graphs": len(self.loop.graphs.backlog),
             }
 
     def on_step(self, hook: Callable[[StepRecord], None] | None) -> None:
@@ -399,7 +400,7 @@ class Engine:
     def _run_steps(self) -> None:
         while True:
             with self._lock:
-                while not self._closed and not self.busy and not self.loop.backlog:
+                while not self._closed and not self.busy and not self.loop.graphs.backlog:
                     self._lock.wait()
                 if self._closed:
                     return
@@ -443,15 +444,15 @@ class Engine:
 
     def _build_loop(self) -> EngineLoop:
         policy = choose_draft_policy(self.config, self.method, self.drafter_shape)
+        ngram = choose_ngram_policy(policy, self._stepper, self.max_shape)
         return EngineLoop(
             self._stepper,
             self._scheduler,
-            policy,
+            StepDrafts(policy, ngram, self._stepper),
             self.max_shape,
             self.drafter_shape,
             self._one_by_one,
             self.config.cuda_graphs and self._on_gpu,
-            choose_ngram_policy(policy, self._stepper, self.max_shape),
         )
 
     def _page_allocator(self) -> PageAllocator:

@@ -11,37 +11,31 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.drafter import Drafter
 from peagle.engine.batch import (
     BatchEntry,
     grammar_masks,
     max_logprobs,
-    mean_confidence,
-    verifiable_shape,
 )
 from peagle.engine.in_flight import InFlightPass
 from peagle.engine.kv.slots import PageTableUpdate
 from peagle.engine.metrics import Metrics
-from peagle.engine.ngram.host_slots import HostNgramSlots
-from peagle.engine.ngram.ngram_step import NgramStep
-from peagle.engine.ngram.policy import NgramPolicy
 from peagle.engine.output_processor import OutputProcessor
 from peagle.engine.policy.accepted import AcceptedCounts
-from peagle.engine.policy.draft_policy import DraftPolicy
+from peagle.engine.policy.step_drafts import StepDrafts
 from peagle.engine.request_state import RequestState
-from peagle.engine.sampling.sampler import Sampler
+from peagle.engine.sampling.sampler_cache import SamplerCache
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.engine.schedule.request import FinishReason, PrefillChunk, Request
 from peagle.engine.schedule.scheduler import Scheduler, StepPlan
 from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.graph_backlog import GraphBacklog
 from peagle.engine.step.startup_times import StartupTimes
+from peagle.engine.step.step_graphs import StepGraphs
 from peagle.engine.step.step_lock import StepLock
 from peagle.engine.step.step_output import StepRecord
-from peagle.engine.step.stepper import Stepper, batch_bucket
+from peagle.engine.step.stepper import Stepper
 from peagle.errors import UserError
 from peagle.kernels.cpu.threads import threads_for_kernels
 
@@ -54,30 +48,26 @@ class EngineLoop:
         self,
         stepper: Stepper,
         scheduler: Scheduler,
-        policy: DraftPolicy,
+        drafts: StepDrafts,
         max_shape: DraftShape,
         drafter_shape: DraftShape,
         one_by_one: bool,
         use_graphs: bool,
-        ngram: NgramPolicy | None = None,
     ) -> None:
         """`max_shape`: no draft exceeds it, in depth or in nodes; `drafter_shape`: of the drafter.
 
         `one_by_one`: every request has its own passes, for exact mode without batch-invariant
         kernels.
-
-        `ngram`: where the host chooses between n-gram drafts and those of the drafter.
         """
         self.stepper = stepper
         self.scheduler = scheduler
-        self.policy = policy
+        self.drafts = drafts
         self.max_shape = max_shape
         self.drafter_shape = drafter_shape
-        self.ngram = ngram
         self.one_by_one = one_by_one
-        self.use_graphs = use_graphs
         self.startup = StartupTimes()
-        self.backlog = GraphBacklog(stepper, policy, max_shape, drafter_shape, self.startup)
+        backlog = GraphBacklog(stepper, drafts.policy, max_shape, drafter_shape, self.startup)
+        self.graphs = StepGraphs(stepper, backlog, use_graphs)
         self.lock = threading.Condition()  # Guards everything here except the device's work.
         # Steps run one after the other, whichever threads call `run`.
         self._step_lock = StepLock()
@@ -92,8 +82,7 @@ class EngineLoop:
         self.step_hook: Callable[[StepRecord], None] | None = None
         # The drafter may read further ahead than the target.
         self._step_rows = max(max_shape.nodes + 1, max_shape.k + drafter_shape.k)
-        # The sampler of the last batch, with the ids of its requests.
-        self._sampler_cache: tuple[tuple[str, ...], Sampler | None] = ((), None)
+        self._samplers = SamplerCache(max_shape.nodes + 1)
         self._last_read = 0.0
 
     # --- requests ---------------------------------------------------------------------------------
@@ -136,9 +125,9 @@ class EngineLoop:
         with self._step_lock:
             self._released = True
             self.in_flight.clear()
-            self._sampler_cache = ((), None)
+            self._samplers.clear()
             self.step_hook = None
-            self.backlog.clear()
+            self.graphs.backlog.clear()
             self.stepper.release()
 
     def replace_drafter(self, drafter: Drafter, version: int) -> None:
@@ -253,7 +242,7 @@ class EngineLoop:
         if state.stream.cached_tokens is None:
             # A preempted request finds its own pages when it returns: those do not count.
             state.stream.cached_tokens = request.cached
-        self._sampler_cache = ((), None)  # A preempted request returns with a new sampling state.
+        self._samplers.clear()  # A preempted request returns with a new sampling state.
         return slot
 
     def _page_table_update(
@@ -277,8 +266,8 @@ class EngineLoop:
             [chunk for chunk, _ in chunks],
             [entry.slot for _, entry in chunks],
             draft_shape,
-            BatchSampling(self._sampler(new), grammar_masks(new), max_logprobs(new)),
-            self.use_graphs,
+            BatchSampling(self._samplers.sampler(new), grammar_masks(new), max_logprobs(new)),
+            self.graphs.enabled,
         )
         with self.lock:
             for chunk, entry in chunks:
@@ -286,7 +275,7 @@ class EngineLoop:
                 entry.state.draft_confidence = None
                 if not chunk.request.finished:
                     self.scheduler.mark_prefilled(chunk)
-            self._read_ngrams([entry for _, entry in chunks])
+            self.drafts.read_ngrams([entry for _, entry in chunks])
         if output is not None:
             requests = [entry.request for entry in new]
             self._start_read_back(InFlightPass(requests, output, is_prefill=True))
@@ -296,15 +285,13 @@ class EngineLoop:
     def _decode(self, entries: list[BatchEntry], alone: bool) -> None:
         """Launch a decode step; `alone`: no prefill runs in the same step."""
         masks = grammar_masks(entries)
-        shape, draft_shape = self._choose_shapes(entries, masks is not None, alone)
-        if self.use_graphs and not self._has_graph(len(entries), shape, draft_shape):
-            draft_shape = self.drafter_shape
+        shape, draft_shape, choice = self.drafts.choose(entries, masks is not None, alone)
+        self.metrics.show_choice(choice)
         started = time.perf_counter()
-        if self.use_graphs and not self.stepper.is_captured(len(entries), shape, draft_shape):
-            self._capture_for_step(batch_bucket(len(entries)), shape, draft_shape)
-        sampling = BatchSampling(self._sampler(entries), masks, max_logprobs(entries))
+        draft_shape = self.graphs.prepare_step(len(entries), shape, draft_shape, self.drafter_shape)
+        sampling = BatchSampling(self._samplers.sampler(entries), masks, max_logprobs(entries))
         slots = [entry.slot for entry in entries]
-        ngram_step = self._start_ngram_step(entries)
+        ngram_step = self.drafts.start_ngram_step(entries)
         counts = ngram_step.draft_counts if ngram_step is not None else None
         output = self.stepper.decode(slots, shape, draft_shape, sampling, counts)
         confidence: list[list[float] | None] = [None] * len(entries)
@@ -315,16 +302,14 @@ class EngineLoop:
                 entry.request.ahead += shape.k + 1
                 entry.state.draft_shape = draft_shape
                 entry.state.draft_confidence = entry_confidence
-            self._read_ngrams(entries)
+            self.drafts.read_ngrams(entries)
         requests = [entry.request for entry in entries]
         launched = InFlightPass(requests, output, shape, started=started)
         # A padded step says nothing about the costs of its own batch size.
-        padded = self.use_graphs and not self.stepper.has_graph(
-            batch_bucket(len(entries)), shape, draft_shape
-        )
+        padded = self.graphs.is_padded(len(entries), shape, draft_shape)
         launched.timed = alone and shape == draft_shape and not padded
         if ngram_step is not None:
-            ngram_step.catches_up = self._all_use_ngrams(entries)
+            ngram_step.catches_up = all(entry.uses_ngram for entry in entries)
             launched.ngram = ngram_step
             # With n-gram drafts only, the drafter drafts nothing, whatever the shape is.
             launched.timed = alone and (
@@ -337,76 +322,6 @@ class EngineLoop:
         self._start_read_back(launched)
         self.metrics.steps += 1
         self.metrics.k_steps[shape.nodes] += 1
-
-    def _choose_shapes(
-        self, entries: list[BatchEntry], chains_only: bool, timed: bool
-    ) -> tuple[DraftShape, DraftShape]:
-        """The shape to verify in this step, and the shape to draft for the next one."""
-        batch = len(entries)
-        ngrams = [
-            (entry.state.ngram_record, draft)
-            for entry in entries
-            if (draft := entry.state.ngram) is not None and draft.used
-        ]
-        others = [entry for entry in entries if not entry.uses_ngram]
-        confidence = mean_confidence(others) if others else None
-        choice = self.policy.choose(batch, confidence, chains_only, timed=timed and not ngrams)
-        draft_shape = choice.shape
-        if ngrams and self.ngram is not None:
-            drafted = [entry.state.draft_shape.k for entry in others]
-            choice = self.ngram.choose(batch, ngrams, drafted)
-            shape = choice.shape
-        else:
-            shape = verifiable_shape(draft_shape, [entry.state.draft_shape for entry in entries])
-        self.metrics.k = choice.shape.k
-        self.metrics.nodes = choice.shape.nodes
-        self.metrics.k_reason = choice.reason
-        return shape, draft_shape
-
-    # --- n-gram drafts, where the host chooses them -----------------------------------------------
-
-    def _start_ngram_step(self, entries: list[BatchEntry]) -> NgramStep | None:
-        """Tell the stepper which matches are long enough; returns what this step verifies."""
-        ngram_slots = self.stepper.slots.ngram
-        if self.ngram is None or not isinstance(ngram_slots, HostNgramSlots):
-            return None
-        states = [entry.state for entry in entries]
-        records = [state.ngram_record for state in states]
-        min_matches = self.ngram.min_matches(len(entries), records)
-        ngram_slots.set_min_match([entry.slot for entry in entries], min_matches)
-        return NgramStep(
-            records,
-            [state.ngram for state in states],
-            [state.draft_shape.k for state in states],
-            self.stepper.drafter is not None,
-        )
-
-    def _read_ngrams(self, entries: list[BatchEntry]) -> None:
-        """Learn which requests have n-gram drafts for the next step."""
-        ngram_slots = self.stepper.slots.ngram
-        if self.ngram is None or not isinstance(ngram_slots, HostNgramSlots):
-            return
-        drafts = ngram_slots.read([entry.slot for entry in entries])
-        for entry, draft in zip(entries, drafts, strict=True):
-            entry.state.ngram = draft
-
-    def _all_use_ngrams(self, entries: list[BatchEntry]) -> bool:
-        return all(entry.uses_ngram for entry in entries)
-
-    def _sampler(self, entries: list[BatchEntry]) -> Sampler | None:
-        """The sampler of this batch, built only when the batch changes.
-
-        None: every request takes the argmax of the raw logits.
-        """
-        sampling_states = [
-            state for entry in entries if (state := entry.state.sampling_state) is not None
-        ]
-        if all(state.plain for state in sampling_states):
-            return None
-        ids = tuple(entry.request.id for entry in entries)
-        if self._sampler_cache[0] != ids:
-            self._sampler_cache = (ids, Sampler(sampling_states, self.max_shape.nodes + 1))
-        return self._sampler_cache[1]
 
     # --- read-back --------------------------------------------------------------------------------
 
@@ -439,21 +354,7 @@ class EngineLoop:
                     batch, launched.shape, seconds, output.verify_seconds, output.draft_seconds
                 )
             )
-        timed_seconds = seconds if launched.timed else None
-        if self.ngram is not None and launched.ngram is not None:
-            self.ngram.observe_drafts(launched.ngram, output.unpack().tokens)
-            if any(launched.ngram.used):
-                self.ngram.observe(batch, launched.shape.k, timed_seconds)
-                timed_seconds = None
-                k, live = launched.ngram.drafter_counts(launched.shape.k, accepted)
-                if live and launched.ngram.has_drafter:
-                    self.policy.observe(batch, DraftShape(k, k), None, live)
-                return
-            if timed_seconds is not None and launched.shape == NO_DRAFT:
-                self.ngram.observe_no_draft(batch, timed_seconds)
-        live = [counts for counts in accepted if counts is not None]
-        if live:
-            self.policy.observe(batch, launched.shape, timed_seconds, live)
+        self.drafts.observe(launched, seconds, accepted)
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 
@@ -461,46 +362,14 @@ class EngineLoop:
         """Compile kernels, and capture CUDA graphs: see `Engine.warm_up`."""
         max_batch = self.scheduler.config.max_batch
         with self._step_lock:
-            if self.use_graphs and not self._released:
-                self.backlog.fill(max_batch, ready_batch)
-                self.backlog.run(ready_batch, self._capture)
+            if not self._released:
+                self.graphs.warm_up(max_batch, ready_batch)
         with self.lock:
             self.lock.notify_all()  # A thread of the engine goes on with the rest.
 
     def capture_next(self) -> bool:
         """Capture one graph more: see `Engine.capture_next`."""
         with self._step_lock:
-            if not self.use_graphs or self._released:
-                self.backlog.clear()
-            try:
-                return not self.busy and self.backlog.run_next(self._capture)
-            except torch.OutOfMemoryError:
-                log.warning("no memory is left for the CUDA graphs of larger batches")
-                self.backlog.clear()
-                return False
-
-    def _has_graph(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
-        """Whether warm-up captures this step: of one shape, the largest, or the next larger one.
-
-        Other steps draft the largest shape, so that the next step can verify any.
-        """
-        return verify_shape == draft_shape or self.stepper.is_captured(
-            count, verify_shape, draft_shape
-        )
-
-    def _capture_for_step(
-        self, batch: int, verify_shape: DraftShape, draft_shape: DraftShape
-    ) -> None:
-        """Without memory for its graphs, this step and later ones run without new graphs."""
-        try:
-            self._capture(batch, verify_shape, draft_shape)
-        except torch.OutOfMemoryError:
-            log.warning("no memory is left for CUDA graphs: some steps run slower without them")
-            self.use_graphs = False
-            self.backlog.clear()
-
-    def _capture(self, batch: int, verify_shape: DraftShape, draft_shape: DraftShape) -> None:
-        captured = self.stepper.has_graph(batch, verify_shape, draft_shape)
-        if not captured and not self.stepper.capture(batch, verify_shape, draft_shape):
-            self.use_graphs = False
-            self.backlog.clear()
+            if not self.graphs.enabled or self._released:
+                self.graphs.backlog.clear()
+            return not self.busy and self.graphs.capture_next()

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.engine.policy.draft_policy import DraftChoice
+
 DERIVED = ("drafts", "draft_tokens", "accepted_tokens", "accepted_at", "drafted_at")
 
 
@@ -24,6 +26,12 @@ class Metrics:
     k_steps: Counter[int] = field(default_factory=Counter)  # Steps by number of nodes.
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
+
+    def show_choice(self, choice: DraftChoice) -> None:
+        """Keep what a policy chose for the last step, and why."""
+        self.k = choice.shape.k
+        self.nodes = choice.shape.nodes
+        self.k_reason = choice.reason
 
     @property
     def passes(self) -> list[tuple[int, int, int]]:

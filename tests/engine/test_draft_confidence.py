@@ -48,7 +48,7 @@ def test_it_reaches_the_policy(rung: str, nodes: int) -> None:
         pair,
         EngineConfig(k=K, tree=nodes if nodes > K else 0, max_batch=1, kv_tokens=512, thread=False),
     )
-    engine.loop.policy = policy = RecordingPolicy(engine.max_shape)
+    engine.loop.drafts.policy = policy = RecordingPolicy(engine.max_shape)
     for prompt in prompts(5):
         engine.add(prompt, max_tokens=40, ignore_eos=True)
         engine.drain()
@@ -86,7 +86,7 @@ def test_a_plain_drafter_has_none() -> None:
     run = trained("p-eagle")
     pair = LoadedPair(Pair("tiny", TargetSource(()), {}), run.target, {"p-eagle": run.drafter})
     engine = Engine(pair, EngineConfig(k=K, max_batch=1, kv_tokens=512, thread=False))
-    engine.loop.policy = policy = RecordingPolicy(engine.max_shape)
+    engine.loop.drafts.policy = policy = RecordingPolicy(engine.max_shape)
     engine.add(prompts(1)[0], max_tokens=20)
     engine.drain()
     assert policy.recorded and not any(policy.recorded)

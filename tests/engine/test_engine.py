@@ -367,7 +367,7 @@ def test_a_larger_shape_is_drafted_before_it_is_verified() -> None:
             return DraftChoice(self.shape, "in turn")
 
     engine = engine_of(small(), "p-eagle", 7)
-    engine.loop.policy = Alternating(DraftShape(1, 1))
+    engine.loop.drafts.policy = Alternating(DraftShape(1, 1))
     engine.add([5, 6, 7], max_tokens=20, ignore_eos=True)
     shapes = []
     while engine.step():

@@ -282,7 +282,7 @@ def test_on_cuda(method: Method) -> None:
     engine = engine_of(bound_pair("cuda"), method, kv_tokens=1200)
     engine.warm_up()
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == without_drafts()
-    assert engine.loop.use_graphs
+    assert engine.loop.graphs.enabled
 
 
 # Sampling: every answer to [ab]{1,3}, with its probability by definition.

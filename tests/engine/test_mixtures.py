@@ -98,7 +98,7 @@ def check_sixty_four(name: str, way: str, device: str, rounded: bool = False) ->
     assert engine.loop.scheduler.preemptions and engine.loop.scheduler.allocator.hit_tokens
     if way not in ("none", "adaptive"):  # which may choose not to draft
         assert engine.metrics.acceptance_length > 1.3
-    assert engine.loop.use_graphs == (device == "cuda")
+    assert engine.loop.graphs.enabled == (device == "cuda")
 
 
 @pytest.mark.parametrize(

@@ -246,11 +246,11 @@ def test_graphs_on_cuda(shape: dict[str, Any]) -> None:
     engine = each.engine(each.first, **options)
     engine.warm_up()
     graphs = len(engine.loop.stepper.graphs)
-    assert engine.loop.use_graphs and graphs
+    assert engine.loop.graphs.enabled and graphs
     drafters = cycle([each.second, each.first])
     answers = serve_with_swaps(engine, ASKED, lambda: engine.replace_drafter(next(drafters)), 10)
     assert answers == expected
-    assert engine.loop.use_graphs and len(engine.loop.stepper.graphs) >= graphs
+    assert engine.loop.graphs.enabled and len(engine.loop.stepper.graphs) >= graphs
     if options["k"] != "auto":
         check_graph_proposals(each, **options)
 

@@ -30,8 +30,8 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Captures
     captures: Captures = []
     loop = engine.loop
     prefill = loop.stepper.prefill
-    monkeypatch.setattr(loop, "use_graphs", True)
-    monkeypatch.setattr(loop, "_capture", lambda *step: captures.append(step))
+    monkeypatch.setattr(loop.graphs, "enabled", True)
+    monkeypatch.setattr(loop.graphs, "capture", lambda *step: captures.append(step))
     monkeypatch.setattr(
         prefill, "capture", lambda size, shape: captures.append((size.requests, NO_DRAFT, shape))
     )
@@ -55,7 +55,7 @@ def test_costs_are_known_before_the_first_request(
     simulate_graphs(monkeypatch, engine)
     engine.warm_up()
     assert not engine.capture_next()
-    policy = loop.policy
+    policy = loop.drafts.policy
     if isinstance(policy, AdaptivePolicy):
         assert set(policy.costs.calibrated) == {shape.nodes for shape in policy.candidates}
         assert policy.costs.seconds(4, 7) == pytest.approx((4 * 1.7 + 0.5) / 1000)
@@ -99,7 +99,7 @@ def test_no_memory_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(*step: Any) -> bool:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine.loop, "_capture", capture)
+    monkeypatch.setattr(engine.loop.graphs, "capture", capture)
     assert not engine.capture_next()
     assert engine.status()["pending_graphs"] == 0
     stream = engine.add("abc", max_tokens=4)  # Its own steps are not captured either.
@@ -130,7 +130,7 @@ def test_a_target_without_graphs_is_tried_once(monkeypatch: pytest.MonkeyPatch) 
         attempts.append(step)
         return False
 
-    monkeypatch.setattr(engine.loop, "use_graphs", True)
+    monkeypatch.setattr(engine.loop.graphs, "enabled", True)
     monkeypatch.setattr(engine.loop.stepper, "capture", capture)
     engine.warm_up()
     assert len(attempts) == 1 and engine.status()["pending_graphs"] == 0
@@ -141,7 +141,7 @@ def test_costs_of_batches_without_graphs_are_extrapolated(monkeypatch: pytest.Mo
     engine = small_engine()
     simulate_graphs(monkeypatch, engine)
     engine.warm_up(ready_batch=4)
-    policy = engine.loop.policy
+    policy = engine.loop.drafts.policy
     assert isinstance(policy, AdaptivePolicy)
     # On the line through the costs of 2 and 4 requests.
     assert policy.costs.seconds(16, 7) == pytest.approx((16 * 1.7 + 0.5) / 1000)

@@ -73,7 +73,7 @@ def test_the_drafter_goes_on_where_ngrams_end() -> None:
     stream = engine.add(ids, **settings)
     while engine.metrics.steps < 3:
         engine.step()
-    engine.loop.ngram = None  # From now on the drafter drafts.
+    engine.loop.drafts.ngram = None  # From now on the drafter drafts.
     ngrams.min_match = [99] * len(ngrams.min_match)
     ngrams.skips_drafter = False
     engine.drain()

@@ -115,9 +115,9 @@ def run_case(case: FuzzCase) -> FuzzCounts:
 def build_engine(case: FuzzCase) -> Engine:
     engine = Engine(fuzz_pair(case.target), EngineConfig(thread=False, **case.engine))
     engine.loop.lookahead = case.lookahead
-    policy = engine.loop.policy
+    policy = engine.loop.drafts.policy
     if case.shape_seed is not None and isinstance(policy, AdaptivePolicy):
-        engine.loop.policy = RandomPolicy(policy.candidates, case.shape_seed)
+        engine.loop.drafts.policy = RandomPolicy(policy.candidates, case.shape_seed)
     poison_pages(engine)
     return engine
 
