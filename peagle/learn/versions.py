@@ -161,10 +161,11 @@ def _rollback(folder: LearnFolder, number: int | None) -> CurrentVersion:
             raise UserError("version 0, the drafter of the pair, is the current one already")
         number = read_version(folder, current.number).parent
     changed = write_current(folder, number, f"rolled back from version {current.number}")
-    for ancestor in lineage(folder, current.number):
-        if ancestor == number:
+    kept = lineage(folder, number)
+    for left in lineage(folder, current.number):
+        if left in kept:
             break
-        record = read_version(folder, ancestor)
+        record = read_version(folder, left)
         write_version(folder, replace(record, state="rolled back", reason="a rollback left it"))
     return changed
 

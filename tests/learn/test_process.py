@@ -19,15 +19,9 @@ from peagle.learn.process import Learner
 from peagle.learn.settings import LearnerSettings
 from peagle.learn.status import TrainerStatus, read_status, write_status
 from tests.support.learning import answers, make_folder, tiny_teacher, write_documents
+from tests.support.waiting import wait_for
 
 SETTINGS = LearnerSettings("tiny", device="cpu")
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from peagle.learn.engine_load import EngineLoadWriter
 from peagle.learn.folder import LearnFolder
 from peagle.learn.training.pacer import Pacer, is_busy
 from peagle.learn.training.throttle import IDLE_SECONDS, Throttle, ThrottledJob, run_throttled
+from tests.support.waiting import wait_for
 
 SPIN = [sys.executable, "-c", "while True: pass"]
 
@@ -34,13 +34,6 @@ def ignores(pid: int, number: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = next(line.split()[1] for line in lines if line.startswith("SigIgn"))
     return bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_job_runs_when_engines_are_idle_and_a_share_of_the_time() -> None:

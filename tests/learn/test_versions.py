@@ -101,6 +101,14 @@ def test_a_broken_current_file_names_the_fix(folder: LearnFolder) -> None:
         read_current(folder)
 
 
+def test_a_rollback_to_a_newer_version_leaves_nothing(folder: LearnFolder) -> None:
+    for number in (1, 2, 3):
+        add(folder, number, parent=number - 1)
+    set_current(folder, 1, "a test")
+    assert rollback(folder, 3).number == 3
+    assert [record.state for record in list_versions(folder)] == ["promoted"] * 3
+
+
 def test_pruning_keeps_what_a_rollback_needs(folder: LearnFolder) -> None:
     for number in range(1, 9):
         state = "rolled back" if number == 3 else "rejected"

@@ -22,6 +22,7 @@ from peagle.server.http.connections import (
 from peagle.server.openai import answer
 from peagle.server.web_server import Server
 from tests.support.serving import SETTINGS, TEXT, all_idle, make_backend, raw_request, running
+from tests.support.waiting import wait_for
 
 HEAD = "POST /v1/completions HTTP/1.1\nhost: 127.0.0.1\ncontent-type: application/json\n"
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -230,13 +231,6 @@ def unread_request(url: str, body: dict[str, Any]) -> socket.socket:
     head = (HEAD + f"content-length: {len(content)}").replace("\n", "\r\n").encode()
     connection.sendall(head + b"\r\n\r\n" + content)
     return connection
-
-
-def wait_for(condition: Any, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.02)
 
 
 def shrink_send_buffers(server: Server) -> None:

@@ -15,9 +15,10 @@ import pytest
 from peagle.learn.folder import LearnFolder
 from peagle.learn.store_reader import read_documents
 from tests.support.live_server import LiveServer, live_server
-from tests.support.relaying import descendants, is_alive, wait_for
+from tests.support.relaying import descendants, is_alive
 from tests.support.serving import TEXT, tiny_folder
 from tests.support.versions import add_version, load_folder
+from tests.support.waiting import wait_for
 
 OPTIONS = ("--max-batch", "8", "--kv-tokens", "4096", "--device", "cpu", "-k", "2")
 LONG: dict[str, Any] = {

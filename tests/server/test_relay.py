@@ -24,9 +24,9 @@ from tests.support.relaying import (
     is_ready,
     make_gateway,
     running_gateway,
-    wait_for,
 )
 from tests.support.serving import raw_request
+from tests.support.waiting import wait_for
 
 Live = tuple[Gateway, str, Path]
 

@@ -21,9 +21,10 @@ from peagle.server.engine_process import replica_devices
 from peagle.server.engine_process.engine_supervisor import worker_settings
 from peagle.server.engine_process.replica_devices import device_environments, visible_gpus
 from peagle.server.settings import ServerSettings
-from tests.support.relaying import descendants, is_alive, log_events, running_command, wait_for
+from tests.support.relaying import descendants, is_alive, log_events, running_command
 from tests.support.serving import tiny_folder
 from tests.support.versions import add_version, load_folder
+from tests.support.waiting import wait_for
 
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
 

@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from peagle.server.vllm.vllm_launch import VllmLaunch
 from peagle.server.vllm.vllm_process import VllmProcess
 from peagle.server.web_server import Server
 from tests.support.serving import on_a_thread
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,13 +49,6 @@ def running_gateway(gateway: Gateway, ready: bool = True) -> Iterator[tuple[Serv
 
 def is_ready(gateway: Gateway) -> bool:
     return gateway.process.state == "ready"
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.02)
 
 
 def fake_pids(folder: Path) -> list[int]:

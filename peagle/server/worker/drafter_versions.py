@@ -122,6 +122,7 @@ class DrafterVersions:
         before = self.version
         self._counts[before] = self._count()
         self._counted = self._main_counts()
+        self._failure = None  # Before the version shows: a report never has both.
         self.version = number
         self._update_engines()
         log_event("drafter swapped", version=number, before=before)

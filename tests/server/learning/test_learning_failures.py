@@ -15,37 +15,9 @@ from peagle.learn.versions import set_current
 from peagle.loaded import LoadedPair
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.worker import drafter_versions
-from peagle.server.worker.learning import WorkerLearning
-from tests.support.serving import TEXT, ask, served, thread_engines, tiny_folder, until
-from tests.support.versions import add_version, load_folder
-
-LEARN: dict[str, Any] = {"learn_size": 1.0}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def pair(root: Path) -> LoadedPair:
-    return load_folder(root)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> LearnFolder:
-    return LearnFolder(tmp_path / "learn")
-
-
-@pytest.fixture(autouse=True)
-def fast_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_versions, "POLL_SECONDS", 0.02)
-
-
-def learning_of(backend: EngineBackend) -> WorkerLearning:
-    worker = thread_engines(backend).source.worker
-    assert worker is not None and worker.learning is not None
-    return worker.learning
+from tests.support.serve_learning import LEARN, learning_of
+from tests.support.serving import TEXT, ask, served, thread_engines, until
+from tests.support.versions import add_version
 
 
 def has_version(backend: EngineBackend, number: int) -> bool:

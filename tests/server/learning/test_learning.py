@@ -20,8 +20,7 @@ from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.front.generation_params import GenerationParams
 from peagle.server.settings import ServerSettings
 from peagle.server.supervisor.launch_spec import inherited_environment
-from peagle.server.worker import drafter_versions
-from peagle.server.worker.learning import WorkerLearning
+from tests.support.serve_learning import LEARN, learning_of
 from tests.support.serving import (
     HELLO,
     SETTINGS,
@@ -32,13 +31,11 @@ from tests.support.serving import (
     served,
     slowed,
     thread_engines,
-    tiny_folder,
     until,
 )
-from tests.support.versions import add_version, load_folder
+from tests.support.versions import add_version
 
 DRAFTER = "/v1/peagle/drafter"
-LEARN: dict[str, Any] = {"learn_size": 1.0}
 AGENT_OPT_OUTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"messages": HELLO, "max_tokens": 4, "metadata": {"user_id": "private"}}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 4, "peagle": {"learn": False}}),
@@ -46,32 +43,6 @@ AGENT_OPT_OUTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": WORDS, "max_output_tokens": 4, "peagle": {"learn": False}}),
 ]
 VARIED: dict[str, Any] = {"ignore_eos": True, "frequency_penalty": 2.0}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def pair(root: Path) -> LoadedPair:
-    return load_folder(root)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> LearnFolder:
-    return LearnFolder(tmp_path / "learn")
-
-
-@pytest.fixture(autouse=True)
-def fast_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_versions, "POLL_SECONDS", 0.02)
-
-
-def learning_of(backend: EngineBackend) -> WorkerLearning:
-    worker = thread_engines(backend).source.worker
-    assert worker is not None and worker.learning is not None
-    return worker.learning
 
 
 def stored(folder: LearnFolder) -> list[tuple[list[int], list[int]]]:

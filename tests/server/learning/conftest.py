@@ -1,0 +1,31 @@
+"""A tiny pair, a folder to learn in, and engine processes that look at it often."""
+
+from pathlib import Path
+
+import pytest
+
+from peagle.learn.folder import LearnFolder
+from peagle.loaded import LoadedPair
+from peagle.server.worker import drafter_versions
+from tests.support.serving import tiny_folder
+from tests.support.versions import load_folder
+
+
+@pytest.fixture(scope="package")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def pair(root: Path) -> LoadedPair:
+    return load_folder(root)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> LearnFolder:
+    return LearnFolder(tmp_path / "learn")
+
+
+@pytest.fixture(autouse=True)
+def fast_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_versions, "POLL_SECONDS", 0.02)
