@@ -25,7 +25,7 @@ from peagle.engine.model.cpu_experts import CpuExperts
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import build_verifier, target_kv_shapes
-from peagle.engine.step.expert_load import last_expert_load
+from peagle.engine.step.step_measurements import last_expert_load
 from peagle.kernels.cpu.library import kernel_state
 from peagle.kernels.row_pass import RowPass
 from peagle.machine import cpu_name

@@ -8,6 +8,8 @@ learn folder in as many parts as there are rounds; every fifth prompt is held ba
 the old sets are replayed. Reported are the acceptance lengths of every version at K=7, on the
 held-back answers of the domain and on old prompts that nothing was trained on, with intervals over
 documents. Answers are kept in OUT: a second run uses them, and a killed run resumes its round.
+It prints the processor time of the rounds, too, and how much of it the target needs to compute
+features again, which would be saved if they were kept from the verify pass.
 """
 
 import argparse
@@ -31,6 +33,9 @@ from peagle.learn.training.judge import AcceptedCounts, compare
 from peagle.learn.versions import LengthComparison, list_versions, read_current
 from peagle.paths import write_text
 from peagle.train.data.documents import Documents, join_documents
+from peagle.train.data.pack import Batch
+from peagle.train.features.features import FeatureExtractor
+from peagle.train.features.teacher import PackFeatures
 
 OLD_SETS = ("humaneval", "gsm8k")
 ROUND_SETTINGS = {"min_documents": 20, "min_held_back": 10}
@@ -50,6 +55,24 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class TimedFeatures:
+    """Measures the processor time and the tokens of all calls of FeatureExtractor."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.tokens = 0
+        compute = FeatureExtractor.__call__
+
+        def call(source: FeatureExtractor, batch: Batch) -> PackFeatures:
+            started = time.process_time()
+            features = compute(source, batch)
+            self.seconds += time.process_time() - started
+            self.tokens += len(batch.ids)
+            return features
+
+        FeatureExtractor.__call__ = call  # type: ignore[method-assign, assignment]
+
+
 class LearnRun:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -65,6 +88,7 @@ class LearnRun:
         )
         self.target = self.job.teacher.target
         self.read_answers()
+        self.features = TimedFeatures()
 
     def read_answers(self) -> None:
         options = self.options
@@ -88,6 +112,7 @@ class LearnRun:
         documents = stored(self.domain)
         rounds = self.options.rounds
         done = len(list_segments(self.folder))
+        started = time.process_time()
         if self.job.rounds.plan() is not None:
             self.job.run()
         for part in range(done, rounds):
@@ -97,6 +122,12 @@ class LearnRun:
             segment.close()
             for record in self.job.run():
                 print(f"version {record.number} {record.state}: {record.reason}", flush=True)
+        seconds = time.process_time() - started
+        print(
+            f"rounds: {seconds:.0f} CPU seconds, {self.features.seconds:.0f} of them for"
+            f" features of {self.features.tokens:,} tokens",
+            flush=True,
+        )
 
     def report(self) -> None:
         held_back = [i for i, d in enumerate(stored(self.domain)) if is_held_back(d.id)]

@@ -18,7 +18,7 @@ import torch
 from peagle.core import DRAFTER_METHODS, Method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.gc_tuning import freeze_live_objects
-from peagle.engine.step.expert_load import ExpertLoad
+from peagle.engine.step.step_measurements import ExpertLoad
 from peagle.kernels.stored_matrix import table_bytes
 from peagle.loaded import LoadedPair
 from peagle.model_pair import ModelPair

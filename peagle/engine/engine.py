@@ -36,8 +36,8 @@ from peagle.engine.sizing import (
     uses_ngrams,
 )
 from peagle.engine.step.exact_mode import enable_exact_mode
-from peagle.engine.step.expert_load import ExpertLoad
 from peagle.engine.step.startup_times import StartupTimes
+from peagle.engine.step.step_measurements import ExpertLoad, expert_load, time_graphs
 from peagle.engine.step.step_output import StepRecord
 from peagle.engine.stream import Stream, StreamPiece
 from peagle.engine.thinking import Thinking
@@ -367,14 +367,14 @@ class Engine:
 
         The rows are those of the last requests; none may be live.
         """
-        return self._stepper.time_graphs(batch, shape)
+        return time_graphs(self._stepper, batch, shape)
 
     def expert_load(self, batch: int, shape: DraftShape) -> ExpertLoad | None:
         """The experts that a verification touches, with the rows of the last requests.
 
         None for a target without experts. No request may be live.
         """
-        return self._stepper.expert_load(batch, shape)
+        return expert_load(self._stepper, batch, shape)
 
     def force_acceptance(self, probabilities: list[float]) -> None:
         """For measurements: draft i is accepted with this probability, given the ones before."""

@@ -25,11 +25,11 @@ from peagle.engine.output_processor import OutputProcessor
 from peagle.engine.policy.accepted import AcceptedCounts
 from peagle.engine.policy.step_drafts import StepDrafts
 from peagle.engine.request_state import RequestState
+from peagle.engine.sampling.batch_sampling import BatchSampling
 from peagle.engine.sampling.sampler_cache import SamplerCache
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.engine.schedule.request import FinishReason, PrefillChunk, Request
 from peagle.engine.schedule.scheduler import Scheduler, StepPlan
-from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.graph_backlog import GraphBacklog
 from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_graphs import StepGraphs

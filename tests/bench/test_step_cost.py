@@ -19,7 +19,7 @@ from peagle.bench.step_cost import (
 from peagle.cli import app
 from peagle.cli.application import out
 from peagle.engine import Engine
-from peagle.engine.step.expert_load import ExpertLoad
+from peagle.engine.step.step_measurements import ExpertLoad
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair
 

@@ -8,9 +8,10 @@ import torch
 
 from peagle.draft_shape import DraftShape
 from peagle.engine.policy.draft_policy import FixedPolicy
+from peagle.engine.step.batch_sizes import graph_keys
 from peagle.engine.step.graph_backlog import GraphBacklog, ready_batches
 from peagle.engine.step.startup_times import StartupTimes
-from peagle.engine.step.stepper import Stepper, graph_keys
+from peagle.engine.step.stepper import Stepper
 
 CHAIN = DraftShape(3, 3)
 
@@ -82,4 +83,4 @@ def test_steps_use_the_next_larger_graph(
     stepper.graphs = dict.fromkeys(keys)  # type: ignore[assignment]
     assert stepper.is_captured(count, CHAIN, CHAIN) == (expected is not None)
     if expected is not None:
-        assert stepper._graph_batch(count, CHAIN, CHAIN) == expected
+        assert stepper.graph_batch(count, CHAIN, CHAIN) == expected

@@ -9,6 +9,7 @@ from torch import Tensor
 from peagle.draft_shape import DraftShape
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.step.graphs import Graphs
+from peagle.engine.step.step_measurements import graph_costs
 from peagle.engine.step.stepper import Stepper
 from tests.support.benching import tiny_pair
 
@@ -51,7 +52,7 @@ def test_rows_of_the_calibration_differ(engine: Engine) -> None:
     slots = stepper.slots
     before = [tensor.clone() for tensor in (*slots.state, *slots.trees)]
     shapes = [DraftShape(1, 1), DraftShape(3, 3)]
-    stepper.graph_costs(shapes)
+    graph_costs(stepper, shapes)
     assert isinstance(stepper.graphs, RecordedGraphs)
     for (batch, shape), (ids, positions, kv_slots) in stepper.graphs.timed.items():
         rows = batch * (shape.nodes + 1)

@@ -11,6 +11,7 @@ from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.step.graphs import Graphs
+from peagle.engine.step.step_measurements import graph_costs
 from tests.support.benching import tiny_pair
 
 
@@ -61,7 +62,7 @@ def test_costs_are_known_before_the_first_request(
         assert policy.costs.seconds(4, 7) == pytest.approx((4 * 1.7 + 0.5) / 1000)
         assert not policy.choose(4).reason.startswith("measuring")
     assert (k == "auto") == isinstance(policy, AdaptivePolicy)
-    assert stepper.graph_costs([DraftShape(2, 2)]) == pytest.approx(
+    assert graph_costs(stepper, [DraftShape(2, 2)]) == pytest.approx(
         {(b, DraftShape(2, 2)): (b * 1.2 + 0.5) / 1000 for b in (1, 2, 4)}
     )
     engine.close()

@@ -18,8 +18,10 @@ from peagle.draft_shape import DraftShape
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.draft_policy import DraftPolicy
 from peagle.engine.schedule.prefill_layout import PrefillSize
+from peagle.engine.step.batch_sizes import BATCH_BUCKETS
 from peagle.engine.step.startup_times import StartupTimes
-from peagle.engine.step.stepper import BATCH_BUCKETS, Stepper
+from peagle.engine.step.step_measurements import graph_costs
+from peagle.engine.step.stepper import Stepper
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 
 # Batches from which on steps that verify one shape and draft the next larger one have graphs too:
@@ -146,7 +148,7 @@ class GraphBacklog:
             elif isinstance(work, PrefillGraph):
                 self.stepper.prefill.capture(work.size, self.drafter_shape)
             elif self.adaptive is not None:
-                self.adaptive.calibrate(self.stepper.graph_costs(self.shapes, (work.batch,)))
+                self.adaptive.calibrate(graph_costs(self.stepper, self.shapes, (work.batch,)))
         return True
 
     def _batch_work(self, batch: int, prefills: Iterable[PrefillSize]) -> Iterator[Work]:

@@ -16,6 +16,7 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.model.verifier import Verifier
+from peagle.engine.sampling.batch_sampling import BatchSampling
 from peagle.engine.sampling.sampler import greedy_tokens, logprobs
 from peagle.engine.schedule.prefill_layout import (
     MASK_ROW,
@@ -25,7 +26,6 @@ from peagle.engine.schedule.prefill_layout import (
     split_vector,
 )
 from peagle.engine.schedule.request import PrefillChunk
-from peagle.engine.step.batch_sampling import BatchSampling
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill_rows import draft_rows, target_rows
 from peagle.engine.step.prefill_sizes import PrefillSizer

@@ -5,8 +5,9 @@ import logging
 import torch
 
 from peagle.draft_shape import DraftShape
+from peagle.engine.step.batch_sizes import batch_bucket
 from peagle.engine.step.graph_backlog import GraphBacklog
-from peagle.engine.step.stepper import Stepper, batch_bucket
+from peagle.engine.step.stepper import Stepper
 
 log = logging.getLogger(__name__)
 

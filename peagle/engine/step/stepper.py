@@ -7,8 +7,7 @@ two, logits are processed where a request needs more than the argmax.
 """
 
 import time
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -26,10 +25,10 @@ from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier
 from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.engine.ngram.policy import DEFAULT_MIN_MATCH
+from peagle.engine.sampling.batch_sampling import BatchSampling
 from peagle.engine.sampling.sampler import greedy_tokens, logprobs
 from peagle.engine.schedule.request import Request
-from peagle.engine.step.batch_sampling import BatchSampling
-from peagle.engine.step.expert_load import ExpertLoad, last_expert_load
+from peagle.engine.step.batch_sizes import batch_bucket, graph_keys, padded_batch
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill import PrefillRunner
 from peagle.engine.step.step_output import AcceptOutput, StepOutput
@@ -44,10 +43,6 @@ from peagle.kernels.triton.expand_rows import VerifiedBlock
 from peagle.target import Target
 from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.gguf.modules import StoredLinear
-
-BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Batches up to this size, or 1.5 times the requests, may run requests that have no graphs yet.
-MAX_PADDED_BATCH = 8
 
 
 class Stepper:
@@ -184,8 +179,8 @@ class Stepper:
         On a CPU only: graphs do not read it.
         """
         count = len(slots)
-        batch = self._graph_batch(count, verify_shape, draft_shape) if self.on_gpu else count
-        index = self._slot_index(slots, batch)
+        batch = self.graph_batch(count, verify_shape, draft_shape) if self.on_gpu else count
+        index = self.slot_index(slots, batch)
         # Grammar masks need the drafts on the host, before the pass overwrites them.
         drafts: list[list[int]] = []
         if sampling.masks is not None:
@@ -318,7 +313,7 @@ class Stepper:
     def on_gpu(self) -> bool:
         return self.slots.device.type == "cuda"
 
-    def _slot_index(self, slots: list[int], batch: int) -> Tensor:
+    def slot_index(self, slots: list[int], batch: int) -> Tensor:
         """The slots as a device tensor, padded to `batch`; on a GPU one tensor per batch size."""
         padded = slots + [self.slots.padding_slot] * (batch - len(slots))
         if not self.on_gpu:
@@ -329,8 +324,6 @@ class Stepper:
         self._slot_indices[batch] = padded, index
         return index
 
-    # --- measurements -----------------------------------------------------------------------------
-
     def force_acceptance(self, probabilities: list[float]) -> None:
         """For measurements of chains: accept draft i with this probability, given those before it.
 
@@ -340,78 +333,19 @@ class Stepper:
         padded = [*probabilities, *[0.0] * max_k][:max_k]
         self._forced_acceptance = torch.tensor(padded, device=self.slots.device)
 
-    @torch.inference_mode()
-    def time_graphs(
-        self, count: int, shape: DraftShape, repeats: int = 30
-    ) -> tuple[float | None, float | None]:
-        """Milliseconds of a step's two graphs: verification, acceptance with drafting."""
-        verify_key, accept_key = graph_keys(batch_bucket(count), shape, shape)
-        with self._timed_rows(count):
-            return (
-                self.graphs.milliseconds(verify_key, repeats),
-                self.graphs.milliseconds(accept_key, repeats),
-            )
-
-    @torch.inference_mode()
-    def expert_load(self, count: int, shape: DraftShape) -> ExpertLoad | None:
-        """The experts that a verification touches; None for a target without experts."""
-        target = self.verifier
-        if not isinstance(target, FusedLlamaTarget) or target.expert_counts is None:
-            return None
-        with self._timed_rows(count) as index:
-            verify_key, _ = graph_keys(len(index), shape, shape)
-            self.graphs.run(verify_key, lambda: self.verify(index, shape))
-        return last_expert_load(target)
-
-    @torch.inference_mode()
-    def graph_costs(
-        self, shapes: Iterable[DraftShape], batches: Iterable[int] = BATCH_BUCKETS
-    ) -> dict[tuple[int, DraftShape], float]:
-        """Seconds of a step of random rows by batch size and shape, for those that have graphs."""
-        costs = {}
-        with self.slots.preserved():
-            self.slots.fill_random(self.target.vocab_size, self.kv_cache.discard_page)
-            for batch in batches:
-                for shape in shapes:
-                    verify_ms, draft_ms = self.time_graphs(batch, shape, repeats=5)
-                    if verify_ms and draft_ms:
-                        costs[batch, shape] = (verify_ms + draft_ms) / 1000
-        return costs
-
-    @contextmanager
-    def _timed_rows(self, count: int) -> Iterator[Tensor]:
-        """The first `count` slots with what they hold: the last requests, or random rows.
-
-        No request may be live. Nothing is stored, and the slots are the same afterwards.
-        """
-        slots = list(range(min(count, self.slots.count)))
-        with self.slots.preserved():
-            self.slots.ends.zero_()
-            yield self._slot_index(slots, batch_bucket(count) if self.on_gpu else len(slots))
-
     # --- CUDA graphs ------------------------------------------------------------------------------
 
     def is_captured(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
         """Whether there are graphs for this many requests, of their batch size or a larger one."""
-        batch = self._graph_batch(count, verify_shape, draft_shape)
+        batch = self.graph_batch(count, verify_shape, draft_shape)
         return self.has_graph(batch, verify_shape, draft_shape)
 
     def has_graph(self, batch: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
         return graph_keys(batch, verify_shape, draft_shape)[1] in self.graphs
 
-    def _graph_batch(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> int:
-        """The smallest batch size with graphs that holds this many requests, if it is not too big.
-
-        A step that is padded more takes a little longer; capturing its graphs takes 100 steps.
-        """
-        own = batch_bucket(count)
-        if self.has_graph(own, verify_shape, draft_shape):
-            return own
-        limit = max(MAX_PADDED_BATCH, own * 3 // 2)
-        for batch in BATCH_BUCKETS:
-            if own < batch <= limit and self.has_graph(batch, verify_shape, draft_shape):
-                return batch
-        return own
+    def graph_batch(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> int:
+        """The batch size whose graphs run this many requests."""
+        return padded_batch(count, lambda b: self.has_graph(b, verify_shape, draft_shape))
 
     @torch.inference_mode()
     def capture(self, count: int, verify_shape: DraftShape, draft_shape: DraftShape) -> bool:
@@ -420,7 +354,7 @@ class Stepper:
         Returns False if the target synchronizes with the host during a pass.
         """
         batch = batch_bucket(count)
-        index = self._slot_index([self.slots.padding_slot] * batch, batch)
+        index = self.slot_index([self.slots.padding_slot] * batch, batch)
         verify_key, accept_key = graph_keys(batch, verify_shape, draft_shape)
 
         def verify() -> VerifyOutput:
@@ -440,7 +374,7 @@ class Stepper:
         self, batch: int, verify_shape: DraftShape, draft_shapes: Iterable[DraftShape]
     ) -> None:
         """Launch steps of no request, one for each drafted shape, without graphs."""
-        index = self._slot_index([self.slots.padding_slot] * batch, batch)
+        index = self.slot_index([self.slots.padding_slot] * batch, batch)
         verified = self.verify(index, verify_shape)
         for draft_shape in draft_shapes:
             self.accept_and_draft(index, verified, verify_shape, draft_shape)
@@ -452,15 +386,3 @@ def weight_count(layers: nn.Module) -> int:
     experts = [x.weight_count for x in layers.modules() if isinstance(x, StoredExperts)]
     parameters = sum(p.numel() for p in layers.parameters())
     return parameters + sum(rows * cols for rows, cols in stored) + sum(experts)
-
-
-def graph_keys(
-    batch: int, verify_shape: DraftShape, draft_shape: DraftShape
-) -> tuple[Hashable, Hashable]:
-    """The keys of a step's two graphs."""
-    return ("verify", batch, verify_shape), ("accept", batch, verify_shape, draft_shape)
-
-
-def batch_bucket(count: int) -> int:
-    """The batch size with a graph that holds this many requests."""
-    return next((size for size in BATCH_BUCKETS if size >= count), count)

@@ -10,6 +10,4 @@ from peagle.engine.sampling.sampler import Sampler
 class BatchSampling:
     sampler: Sampler | None = None  # None: every request takes the argmax of the raw logits.
     masks: GrammarMasks | None = None  # None: no request has a grammar.
-    top_logprobs: int | None = (
-        None  # Log-probabilities of this many greedy_tokens tokens; None: off.
-    )
+    top_logprobs: int | None = None  # Log-probabilities of this many likely tokens; None: off.

@@ -10,7 +10,7 @@ from peagle.bench.step_cost import weight_bytes
 from peagle.engine.model.cpu_experts import CpuExperts
 from peagle.engine.model.mixture import Mixture, RouterCounters
 from peagle.engine.model.weight import Weight
-from peagle.engine.step.expert_load import ExpertLoad, last_expert_load
+from peagle.engine.step.step_measurements import ExpertLoad, last_expert_load
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
 from peagle.kernels.triton.experts.route import RouterParams
 from tests.support.cpu_features import needs_c
