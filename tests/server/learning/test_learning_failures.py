@@ -13,6 +13,7 @@ from peagle.engine import Engine
 from peagle.learn.folder import LearnFolder
 from peagle.learn.versions import set_current
 from peagle.loaded import LoadedPair
+from peagle.paths import write_bytes
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.worker import drafter_versions
 from tests.support.serve_learning import LEARN, learning_of
@@ -69,10 +70,10 @@ def test_a_failure_that_has_ended_is_forgotten(
         folder.current.unlink()
         await until(lambda: learning_of(backend).report().version_failure is None)
         assert await failure() is None
-        weights.write_bytes(b"broken")  # As of a disk that was lost for a while.
+        write_bytes(weights, b"broken")  # As of a disk that was lost for a while.
         set_current(folder, 1, "a test")
         await until(lambda: learning_of(backend).report().failed_version == 1)
-        weights.write_bytes(content)
+        write_bytes(weights, content)  # Renamed: the broken file may be mapped by a reader.
         await until(lambda: learning_of(backend).report().version == 1)
         assert await failure() is None
 
