@@ -1,6 +1,5 @@
 """Warm-up: graphs of small batches first, the rest when idle; costs of steps are known before."""
 
-import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -12,6 +11,7 @@ from peagle.engine import Engine, EngineConfig
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.step.graphs import Graphs
 from tests.support.benching import tiny_pair
+from tests.support.waiting import wait_for
 
 
 class Timed(Graphs):
@@ -156,11 +156,7 @@ def test_a_thread_captures_the_rest_by_itself(monkeypatch: pytest.MonkeyPatch, b
     engine.warm_up(ready_batch=1)
     if busy:
         assert list(engine.add("abc", max_tokens=4))
-    for _ in range(200):
-        if not engine.status()["pending_graphs"]:
-            break
-        time.sleep(0.01)
-    assert not engine.status()["pending_graphs"]
+    wait_for(lambda: not engine.status()["pending_graphs"])
     engine.close()
 
 
