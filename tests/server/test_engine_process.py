@@ -385,7 +385,7 @@ def stop_twice(folder: Path, control: Path, temporary: Path) -> None:
     module = "tests.support.controlled_serve"
     with live_server(folder, module=module, TMPDIR=str(temporary)) as server:
         ready = server.log_line("worker ready")
-        with httpx.stream("POST", server.url + TEXT, json=body) as answer:
+        with httpx.stream("POST", server.url + TEXT, json=body, timeout=60) as answer:
             assert next(answer.iter_lines())
             assert list(temporary.iterdir())
             server.process.send_signal(signal.SIGTERM)

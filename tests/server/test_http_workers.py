@@ -192,7 +192,7 @@ def test_learning(server: LiveServer) -> None:
     root: Path = server.control.parent  # type: ignore[attr-defined]
     folder = LearnFolder(root / "learn")
     url = f"{server.url}/v1/peagle/drafter"
-    assert httpx.post(url, json={"version": 1}).status_code == 401
+    assert httpx.post(url, json={"version": 1}, timeout=60).status_code == 401
     add_version(folder, load_folder(root), root, 1, parent=0)
     for number in (1, 0):
         reply = httpx.post(url, json={"version": number}, headers=KEY, timeout=60)

@@ -183,7 +183,7 @@ def test_incomplete_and_malformed_requests(impatient: tuple[EngineBackend, str])
     malformed = raw_request(url, "POST /v1/completions HTTP/9.9 what")
     assert b"400" in malformed.recv(4096)
     malformed.close()
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     wait_free(front)
 
 
@@ -204,7 +204,7 @@ def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> Non
         chunked = "POST /health HTTP/1.1\nhost: 127.0.0.1\ntransfer-encoding: chunked"
         trailing = raw_request(url, chunked, b"1\r\na\r\n0\r\nx-a: " + b"a" * (1 << 19))
         assert until_closed(trailing)
-        long = httpx.get(f"{url}/health", headers={"x-a": "a" * 60_000})
+        long = httpx.get(f"{url}/health", headers={"x-a": "a" * 60_000}, timeout=60)
         assert long.status_code == 200
         body = httpx.post(
             f"{url}/v1/completions",
