@@ -246,7 +246,8 @@ def test_clients_that_never_read_are_disconnected(stream: bool) -> None:
     with running(front) as (server, url):
         shrink_send_buffers(server)
         stalled = unread_request(url, LONG | {"n": 4, "logprobs": 20, "stream": stream})
-        wait_for(lambda: any(state.unsent_bytes for state in server.connections.states.values()))
+        states = server.connections.states
+        wait_for(lambda: any(state.unsent_bytes for state in list(states.values())))
         wait_for(lambda: not server.connections.states and all_idle(front))
         assert httpx.post(f"{url}{TEXT}", json=LONG, timeout=60).status_code == 200
         stalled.close()

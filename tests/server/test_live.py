@@ -288,7 +288,7 @@ def test_drain_ends_what_takes_too_long() -> None:
     with running(front) as (server, url), slowed(front, 0.1):
         threads = [asking(url, stream, replies) for stream in (True, False)]
         engine = front.engines.pool.connections["engine"]
-        wait_for(lambda: sum(request.has_tokens for request in engine.requests.values()) == 2)
+        wait_for(lambda: sum(r.has_tokens for r in list(engine.requests.values())) == 2)
         drain(server, front, 2)
         for thread in threads:
             thread.join(timeout=30)

@@ -1,6 +1,7 @@
 """`peagle serve --learn` with broken files, failures that end, and engines built during a swap."""
 
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from peagle.learn.versions import set_current
 from peagle.loaded import LoadedPair
 from peagle.paths import write_bytes
 from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.messages import LearnReport, VersionCounts
 from peagle.server.worker import drafter_versions
 from tests.support.serve_learning import LEARN, learning_of
 from tests.support.serving import TEXT, ask, served, thread_engines, until
@@ -48,6 +50,34 @@ def test_an_engine_that_was_built_during_a_swap(
         extra = next(slot.engine for slot in engines.slots if slot is not engines.main)
         await until(lambda: extra in replaced)
         assert extra.drafter_version == 0
+
+    served(test, lambda: pair, learn=str(folder.root), **LEARN)
+
+
+def test_a_report_during_a_swap_counts_every_draft_once(
+    pair: LoadedPair, folder: LearnFolder, root: Path
+) -> None:
+    """Another thread asks for a report when the counts of the version before are kept."""
+    add_version(folder, pair, root, 1, parent=0)
+    reports: list[LearnReport] = []
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        learning = learning_of(backend)
+
+        class ReportedCounts(dict[int, VersionCounts]):
+            def __setitem__(self, version: int, counts: VersionCounts) -> None:
+                super().__setitem__(version, counts)
+                thread = threading.Thread(target=lambda: reports.append(learning.report()))
+                thread.start()
+                thread.join(0.5)  # It waits for the rest of the swap.
+
+        await ask(client, TEXT, ignore_eos=True, max_tokens=8)
+        before = learning.report().versions[0]
+        assert before.drafts > 0 and learning.versions is not None
+        learning.versions._counts = ReportedCounts()
+        set_current(folder, 1, "a test")
+        await until(lambda: reports)
+        assert reports[0].versions == {0: before, 1: VersionCounts()}
 
     served(test, lambda: pair, learn=str(folder.root), **LEARN)
 
