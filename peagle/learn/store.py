@@ -9,7 +9,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peagle.learn.document import StoredDocument, encode_line, new_document
 from peagle.learn.folder import LearnFolder
@@ -22,7 +22,7 @@ PRUNE_SECONDS = 60.0
 Report = Callable[[str], None]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StoreCounts:
     """What became of the documents of one engine process."""
 
@@ -43,7 +43,6 @@ class StoreWriter:
         report: Report = print,
     ) -> None:
         """`share`: fraction of the documents that is stored. `report` gets failures, once each."""
-        self.counts = StoreCounts()
         self.share = share
         self.segment = SegmentFile(folder, engine, limits or StoreLimits())
         self._report = report
@@ -52,22 +51,29 @@ class StoreWriter:
         )
         self._added_tokens = 0  # Each counter is written by one thread only.
         self._taken_tokens = 0
+        self._refused = 0  # Documents that found the queue full.
+        self._written = StoreCounts()  # Replaced as a whole, by the thread that writes.
         self._random = random.Random()
         self._thread = threading.Thread(target=self._run, name="peagle-store", daemon=True)
         self._thread.start()
+
+    @property
+    def counts(self) -> StoreCounts:
+        written = self._written
+        return replace(written, dropped=written.dropped + self._refused)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Store a request and its answer later. The lists must not change any more."""
         if not answer or self._random.random() >= self.share:
             return
         if self._added_tokens - self._taken_tokens > MAX_QUEUED_TOKENS:
-            self.counts.dropped += 1
+            self._refused += 1
             return
         try:
             self._queue.put_nowait((prompt, answer))
             self._added_tokens += len(prompt) + len(answer)
         except queue.Full:
-            self.counts.dropped += 1
+            self._refused += 1
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what is queued, and end the thread."""
@@ -93,21 +99,25 @@ class StoreWriter:
     def _store(self, document: StoredDocument) -> None:
         line = encode_line(document)
         if self._attempt(lambda: self.segment.append(line)):
-            self.counts.documents += 1
-            self.counts.tokens += document.tokens
+            written = self._written
+            self._written = replace(
+                written,
+                documents=written.documents + 1,
+                tokens=written.tokens + document.tokens,
+            )
         else:
-            self.counts.dropped += 1
+            self._written = replace(self._written, dropped=self._written.dropped + 1)
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Return whether the action succeeded; report the first failure and the end of failures."""
         try:
             action()
         except OSError as error:
-            if self.counts.failure is None:
+            if self._written.failure is None:
                 self._report(f"documents are not stored: {error}")
-            self.counts.failure = str(error)
+            self._written = replace(self._written, failure=str(error))
             return False
-        if self.counts.failure is not None:
-            self.counts.failure = None
+        if self._written.failure is not None:
+            self._written = replace(self._written, failure=None)
             self._report("documents are stored again")
         return True

@@ -47,9 +47,10 @@ def variables(folders: dict[str, Path], port: int) -> dict[str, str]:
 
 
 def test_ping_and_invocations(folders: dict[str, Path]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    reserved = socket.socket()  # Until the end: no other program gets its port meanwhile.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     command = [
         sys.executable,
         "-c",
@@ -76,8 +77,9 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
         long = httpx.post(f"{url}/invocations", json=HELLO | {"max_tokens": 500}, timeout=60)
         assert long.status_code == 400 and "128" in long.text, "--context arrived"
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
+        reserved.close()
         process.kill()
         process.communicate()
 

@@ -1,37 +1,30 @@
 """StepLock: a thread that takes it again and again does not keep it from others."""
 
 import threading
-import time
 
 from peagle.engine.step.step_lock import StepLock
+from tests.support.waiting import wait_for
 
 
 def test_the_lock_changes_hands_after_one_step() -> None:
-    lock = StepLock()
-    steps = 0
-    stopped = threading.Event()
+    """The first step ends when the other thread waits, and the second is asked for at once."""
+    for _ in range(20):
+        lock = StepLock()
+        order: list[str] = []
 
-    def run_steps() -> None:
-        nonlocal steps
-        while not stopped.is_set():
-            with lock:
-                time.sleep(0.001)
-                steps += 1
+        def run_steps(lock: StepLock = lock, order: list[str] = order) -> None:
+            for _ in range(3):
+                with lock:
+                    wait_for(lambda: "other" in order or lock._turnstile.locked())
+                    order.append("step")
 
-    thread = threading.Thread(target=run_steps)
-    thread.start()
-    waited = []
-    try:
-        for _ in range(20):
-            before = steps
-            with lock:
-                waited.append(steps - before)
-            time.sleep(0.005)
-    finally:
-        stopped.set()
+        thread = threading.Thread(target=run_steps)
+        thread.start()
+        wait_for(lock._lock.locked)
+        with lock:
+            order.append("other")
         thread.join()
-    # The step that runs, and one that may start before this thread asks for the lock.
-    assert max(waited) <= 2, waited
+        assert order == ["step", "other", "step", "step"]
 
 
 def test_one_thread_at_a_time() -> None:

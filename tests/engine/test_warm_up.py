@@ -1,6 +1,5 @@
 """Warm-up: graphs of small batches first, the rest when idle; costs of steps are known before."""
 
-import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,6 +12,7 @@ from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.step_measurements import graph_costs
 from tests.support.benching import tiny_pair
+from tests.support.waiting import wait_for
 
 
 class Timed(Graphs):
@@ -157,11 +157,7 @@ def test_a_thread_captures_the_rest_by_itself(monkeypatch: pytest.MonkeyPatch, b
     engine.warm_up(ready_batch=1)
     if busy:
         assert list(engine.add("abc", max_tokens=4))
-    for _ in range(200):
-        if not engine.status()["pending_graphs"]:
-            break
-        time.sleep(0.01)
-    assert not engine.status()["pending_graphs"]
+    wait_for(lambda: not engine.status()["pending_graphs"])
     engine.close()
 
 

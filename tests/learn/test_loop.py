@@ -58,7 +58,7 @@ def test_a_server_learns_from_its_answers(tmp_path: Path) -> None:
         status = traffic.drafter()
         metrics = traffic.client.get("/metrics").text
     assert events[0]["version"] == 1
-    (record,) = list_versions(folder)
+    record = list_versions(folder)[0]  # The answers after the swap may be learned from, too.
     assert record.state == "promoted" and record.held_back is not None
     assert record.held_back.low > 1.01
     assert status["current"]["number"] == 1

@@ -24,6 +24,7 @@ from peagle.learn.folder import LearnFolder, StoreIdentity, target_identity
 from peagle.learn.segment import SegmentFile, StoreLimits
 from peagle.learn.store import StoreWriter
 from peagle.learn.store_reader import list_segments, purge_documents, read_documents, store_size
+from tests.support.waiting import wait_for
 
 IDENTITY = StoreIdentity("tiny", "main", 96, "0123")
 
@@ -163,7 +164,7 @@ def test_a_full_disk(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> No
     writer = StoreWriter(folder, "engine", report=reports.append)
     for i in range(3):
         writer.add([1], [i])
-    wait(lambda: writer.counts.dropped == 3)
+    wait_for(lambda: writer.counts.dropped == 3)
     assert writer.counts.failure is not None
     assert list_segments(folder) == []  # No file is left for each answer.
     is_full = False
@@ -178,21 +179,14 @@ def test_a_folder_that_is_deleted_while_a_server_writes(folder: LearnFolder) -> 
     """It is not created again without its identity: the next start would refuse it."""
     with writing(folder) as writer:
         writer.add([1], [2])
-        wait(lambda: writer.counts.documents == 1)
+        wait_for(lambda: writer.counts.documents == 1)
         shutil.rmtree(folder.root)
         writer.add([1], [3])
-        wait(lambda: writer.counts.dropped == 1)
+        wait_for(lambda: writer.counts.dropped == 1)
         assert "store.json was removed" in str(writer.counts.failure)
         folder.open(IDENTITY)
         writer.add([1], [4])
     assert answers(folder) == [[4]] and writer.counts.failure is None
-
-
-def wait(condition: Any) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_a_full_queue_drops(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ def read_all(connection: socket.socket) -> bytes:
 def test_slow_headers_on_a_socket(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if http == "h11":
         monkeypatch.setattr("peagle.server.http.header_limit.find_spec", lambda name: None)
-    with running(make_backend(body_timeout=1.0)) as (_, url):
+    with running(make_backend(body_timeout=2.0)) as (_, url):
         silent = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20)
         again = raw_request(url, "GET /health HTTP/1.1\nhost: 127.0.0.1\nx-a: a")
         assert b" 200 " in again.recv(4096)
@@ -204,7 +204,7 @@ def test_slow_headers_on_a_socket(http: str, monkeypatch: pytest.MonkeyPatch) ->
         reply = read_all(slow)
         assert reply.startswith(b"HTTP/1.1 408 ") or (http == "h11" and reply == b"")
         read_all(again)
-        assert read_all(silent) == b"" and time.monotonic() - started < 10
+        assert read_all(silent) == b"" and time.monotonic() - started < 60
 
 
 def test_idle_connections_do_not_keep_others_out() -> None:
@@ -246,7 +246,8 @@ def test_clients_that_never_read_are_disconnected(stream: bool) -> None:
     with running(front) as (server, url):
         shrink_send_buffers(server)
         stalled = unread_request(url, LONG | {"n": 4, "logprobs": 20, "stream": stream})
-        wait_for(lambda: any(state.unsent_bytes for state in server.connections.states.values()))
+        states = server.connections.states
+        wait_for(lambda: any(state.unsent_bytes for state in list(states.values())))
         wait_for(lambda: not server.connections.states and all_idle(front))
         assert httpx.post(f"{url}{TEXT}", json=LONG, timeout=60).status_code == 200
         stalled.close()
@@ -266,7 +267,7 @@ def test_an_unread_stream_keeps_few_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the system has no TCP_INFO")
-def test_what_a_slow_client_reads_counts_as_progress() -> None:
+def test_what_a_slow_client_reads_counts_as_progress(clock: list[float]) -> None:
     """Our own buffer may be as full as before, while the client reads what the system holds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
@@ -280,23 +281,19 @@ def test_what_a_slow_client_reads_counts_as_progress() -> None:
         protocol = FakeProtocol()
         protocol.transport = Transport()
         assert delivered_bytes(protocol) == 0
-        server.sendall(b"x" * 1000)
-        client.recv(1000)
-        deadline = time.monotonic() + 10
-        while delivered_bytes(protocol) < 1000 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert delivered_bytes(protocol) == 1000
+        protocol.cycle = FakeCycle()
         protocol.transport.unsent = 500
-        swept = Connections(replace(SETTINGS, timeout=0.05), 16)
+        swept = Connections(replace(SETTINGS, body_timeout=10.0), 16)
         swept.opened(protocol)
-        for _ in range(4):
+        for delivered in (1000, 2000, 3000, 4000):
             swept.sweep()
             server.sendall(b"x" * 1000)
             client.recv(1000)
-            time.sleep(0.04)
+            while delivered_bytes(protocol) < delivered:  # It is acknowledged a little later.
+                time.sleep(0.01)
+            clock[0] += 8
+        swept.sweep()
         assert not protocol.transport.aborted
-        time.sleep(0.1)
+        clock[0] += 11
         swept.sweep()
-        time.sleep(0.1)
-        swept.sweep()
-        assert protocol.transport.aborted or protocol.transport.closing
+        assert protocol.transport.aborted

@@ -28,6 +28,22 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture
+def scoring(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Prompts are scored while it is set; else their jobs take turns, and wait."""
+    may_score = threading.Event()
+    real = prompt_logprobs.score_prompt
+
+    def score_prompt(*args: Any) -> Any:
+        while not may_score.is_set():
+            time.sleep(0.001)
+            yield
+        return (yield from real(*args))
+
+    monkeypatch.setattr(prompt_logprobs, "score_prompt", score_prompt)
+    return may_score
+
+
 def builds_of(backend: EngineBackend) -> Any:
     worker = thread_engines(backend).source.worker
     assert worker is not None
@@ -136,15 +152,14 @@ def test_evicted_engine_is_freed_without_the_collector(
 # --- scoring --------------------------------------------------------------------------------------
 
 
-def test_scorings_count_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = prompt_logprobs.score_part
-    monkeypatch.setattr(
-        prompt_logprobs, "score_part", lambda *args: (time.sleep(0.3), real(*args))[1]
-    )
-
+def test_scorings_count_in_the_queue(scoring: threading.Event) -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
-        posts = [client.post(TEXT, json={"prompt": WORDS} | SCORED) for _ in range(30)]
+        body = {"prompt": WORDS} | SCORED
+        posts = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(30)]
+        await until(lambda: sum(post.done() for post in posts) == 26)
+        scoring.set()
         replies = await asyncio.gather(*posts)
+        scoring.clear()
         codes = [reply.status_code for reply in replies]
         assert codes.count(200) == 4 and codes.count(429) == 26
         refused = [reply for reply in replies if reply.status_code == 429]
@@ -157,13 +172,16 @@ def test_scorings_count_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 'peagle:num_prompt_scorings{model_name="tiny"} 3.0' in page
         await ask(client, TEXT, code=429, prompt=[WORDS] * 2, **SCORED)
         await ask(client)
+        scoring.set()
         await scored
-        assert backend.engines.driver.long_jobs == 0
+        await until(lambda: backend.engines.driver.long_jobs == 0)
 
     served(test, max_queue=4)
 
 
-def test_scorings_hold_little_kv_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scorings_hold_little_kv_at_once(
+    monkeypatch: pytest.MonkeyPatch, scoring: threading.Event
+) -> None:
     """Jobs wait, in their order, while those under way hold as many tokens as are allowed."""
     monkeypatch.setattr(driver, "MAX_LONG_JOB_TOKENS", 250)
     monkeypatch.setattr(prompt_logprobs, "ROWS_PER_PART", 20)
@@ -182,11 +200,15 @@ def test_scorings_hold_little_kv_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         prompts = [[6 + i] * 100 for i in range(8)]
+        scoring.set()
         alone = [await ask(client, TEXT, prompt=prompt, **SCORED) for prompt in prompts]
         assert max(peaks) <= 100
-        together = await asyncio.gather(
-            *(ask(client, TEXT, prompt=prompt, **SCORED) for prompt in prompts)
-        )
+        scoring.clear()
+        asked = [ask(client, TEXT, prompt=prompt, **SCORED) for prompt in prompts]
+        tasks = [asyncio.create_task(each) for each in asked]
+        await until(lambda: backend.engines.driver.long_jobs == 8)
+        scoring.set()
+        together = await asyncio.gather(*tasks)
         assert [a["choices"] for a in together] == [a["choices"] for a in alone]
         assert 100 < max(peaks) <= 250
 

@@ -196,17 +196,17 @@ def test_two_hundred_streams_a_lost_front_and_a_slow_reader(
             text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
             assert text == expected[0]["message"]["content"]
 
-        control.write_text("slow 0.02")
+        control.write_text("slow 0.05")
         other = EngineLink(only(engines).state.address, lambda batch: None)
         add = add_message(1, engines.key, [6, 9], GenerationParams(240, ignore_eos=True))
         other.batch().adds.append(add)
-        own = asyncio.create_task(ask(client, max_tokens=60, ignore_eos=True))
+        own = asyncio.create_task(ask(client, **LONG))
         await until(lambda: live(engines) == 2)
         other.close()
         await until(lambda: live(engines) == 1)
-        assert (await own)["usage"]["completion_tokens"] == 60
-
         control.write_text("")
+        assert (await own)["usage"]["completion_tokens"] == 240
+
         monkeypatch.setattr(answer_module, "MAX_UNREAD_PIECES", 8)
         monkeypatch.setattr(answer_module, "MAX_UNREAD_PIECES_PER_CHOICE", 8)
         async with engines.slot(engines.key) as slot:
@@ -240,10 +240,15 @@ def test_a_silent_front_is_forgotten() -> None:
         link.batch().adds.append(add)
         await until(lambda: any(b.outputs for b in batches))
         link._timer.cancel()
-        for front in worker.fronts.values():
-            front.last_heard -= 100
-            front.preparing.add(2)
-            front.jobs[3] = Future()
+
+        def fall_silent() -> None:
+            for front in worker.fronts.values():
+                front.preparing.add(2)
+                front.jobs[3] = Future()
+                front.last_heard -= 100
+
+        await asyncio.wrap_future(pool.driver.submit(lambda: None))  # Its last beat is read.
+        await asyncio.wrap_future(pool.driver.submit(fall_silent))
         await until(lambda: any(o.reason == "error" for b in batches for o in b.outputs))
         assert {r.id for b in batches for r in b.refusals} == {2, 3}
         await until(lambda: not worker.fronts and pool.main.engine.idle)
@@ -380,7 +385,7 @@ def stop_twice(folder: Path, control: Path, temporary: Path) -> None:
     module = "tests.support.controlled_serve"
     with live_server(folder, module=module, TMPDIR=str(temporary)) as server:
         ready = server.log_line("worker ready")
-        with httpx.stream("POST", server.url + TEXT, json=body) as answer:
+        with httpx.stream("POST", server.url + TEXT, json=body, timeout=60) as answer:
             assert next(answer.iter_lines())
             assert list(temporary.iterdir())
             server.process.send_signal(signal.SIGTERM)

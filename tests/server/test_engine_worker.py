@@ -115,7 +115,7 @@ def test_a_front_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert main is not None
         slow_down(worker, 0.005)  # So that the answer is not over before.
         front.send(FrontBatch(adds=[add_message(1, worker.pool.key, [6, 9], LONG)]))
-        asyncio.run(until(lambda: main.engine.busy))
+        asyncio.run(until(lambda: main.engine.status()["finished"].get("abort")))
         asyncio.run(until(lambda: main.engine.idle))
         (known,) = worker.fronts.values()
         assert not known.requests and len(known.batch.outputs) <= 2
@@ -145,6 +145,7 @@ def test_the_engine_of_a_request_is_built() -> None:
 def test_a_flood_of_messages_leaves_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is faster than its front must not keep it from answering clients."""
     monkeypatch.setattr(engine_link, "MAX_READS", 2)
+    monkeypatch.setattr(engine_link, "HEARTBEAT_SECONDS", 600.0)  # A heartbeat reads, too.
     router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind("inproc://flood")
     batches: list[WorkerBatch] = []

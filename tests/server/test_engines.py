@@ -1,6 +1,7 @@
 """The engines of a server: which one a request gets, how many there are, their counters."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +114,7 @@ def test_engine_stays_open_while_a_request_is_prepared(monkeypatch: pytest.Monke
         assert connection.link is not None
         info = EngineInfo(slot.name, slot.engine.context, slot.engine.vocab_size)
         closed = RemoteSlot(EngineKey("p-eagle", 1), info, connection, connection.link)
+        backend.engines.extra["p-eagle", 2].last_used = time.monotonic() + 60
         with pytest.raises(ApiError, match="busy"):
             await backend.engines.add(closed, [6], GenerationParams(max_tokens=1))
         backend.engines.extra["p-eagle", 2].last_used = 0

@@ -263,7 +263,7 @@ def test_loading_is_503() -> None:
         go = threading.Event()
 
         def slowly() -> Any:
-            go.wait(20)
+            go.wait(60)
             return tiny_pair()
 
         front = make_backend(slowly)
@@ -303,7 +303,7 @@ def test_time_limit() -> None:
             reply = await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "stream": True})
         assert events(reply.text)[-1]["error"]["type"] == "timeout_error"
 
-    served(test, timeout=0.2)
+    served(test, timeout=0.5)
 
 
 def test_an_unexpected_error_is_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from tests.support.serving import (
     client_of,
     events,
     make_backend,
+    paused,
     raw_request,
     running,
     slowed,
@@ -32,15 +33,14 @@ from tests.support.serving import (
     until,
 )
 from tests.support.thread_engines import ThreadEngines
+from tests.support.waiting import wait_for
 
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[tuple[EngineBackend, str]]:
-    front = make_backend(
-        max_batch=64, kv_tokens=16384, api_keys=("key",), max_body_mb=1, body_timeout=1.0
-    )
+    front = make_backend(max_batch=64, kv_tokens=16384, api_keys=("key",))
     with running(front) as (_, url):
         yield front, url
 
@@ -160,8 +160,15 @@ def test_clients_that_leave(live: tuple[EngineBackend, str], stream: bool) -> No
         time.sleep(0.01)
 
 
-def test_incomplete_and_malformed_requests(live: tuple[EngineBackend, str]) -> None:
-    front, url = live
+@pytest.fixture
+def impatient() -> Iterator[tuple[EngineBackend, str]]:
+    front = make_backend(api_keys=("key",), max_body_mb=1, body_timeout=1.0)
+    with running(front) as (_, url):
+        yield front, url
+
+
+def test_incomplete_and_malformed_requests(impatient: tuple[EngineBackend, str]) -> None:
+    front, url = impatient
     head = (
         "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
         "content-type: application/json\ncontent-length: 100"
@@ -176,7 +183,7 @@ def test_incomplete_and_malformed_requests(live: tuple[EngineBackend, str]) -> N
     malformed = raw_request(url, "POST /v1/completions HTTP/9.9 what")
     assert b"400" in malformed.recv(4096)
     malformed.close()
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     wait_free(front)
 
 
@@ -197,7 +204,7 @@ def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> Non
         chunked = "POST /health HTTP/1.1\nhost: 127.0.0.1\ntransfer-encoding: chunked"
         trailing = raw_request(url, chunked, b"1\r\na\r\n0\r\nx-a: " + b"a" * (1 << 19))
         assert until_closed(trailing)
-        long = httpx.get(f"{url}/health", headers={"x-a": "a" * 60_000})
+        long = httpx.get(f"{url}/health", headers={"x-a": "a" * 60_000}, timeout=60)
         assert long.status_code == 200
         body = httpx.post(
             f"{url}/v1/completions",
@@ -260,12 +267,15 @@ def wait_exit(server: Server) -> None:
 
 def test_drain_lets_answers_finish() -> None:
     front, replies = make_backend(drain_seconds=30), dict[bool, httpx.Response]()
-    with running(front) as (server, url), slowed(front, 0.01):
-        threads = [asking(url, stream, replies) for stream in (True, False)]
-        drain(server, front, 2)
-        assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/ping").status_code == 503
-        refused = httpx.post(f"{url}/v1/completions", json=LONG)
-        assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+    with running(front) as (server, url):
+        with paused(front):
+            threads = [asking(url, stream, replies) for stream in (True, False)]
+            drain(server, front, 2)
+            for path in ("/health", "/ping"):
+                assert httpx.get(f"{url}{path}", timeout=60).status_code == 503
+            refused = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+            assert refused.status_code == 503
+            assert "shutting down" in refused.json()["error"]["message"]
         for thread in threads:
             thread.join(timeout=60)
         assert events(replies[True].text)[-1]["choices"][0]["finish_reason"] == "length"
@@ -277,6 +287,8 @@ def test_drain_ends_what_takes_too_long() -> None:
     front, replies = make_backend(drain_seconds=0.2), dict[bool, httpx.Response]()
     with running(front) as (server, url), slowed(front, 0.1):
         threads = [asking(url, stream, replies) for stream in (True, False)]
+        engine = front.engines.pool.connections["engine"]
+        wait_for(lambda: sum(r.has_tokens for r in list(engine.requests.values())) == 2)
         drain(server, front, 2)
         for thread in threads:
             thread.join(timeout=30)
@@ -305,7 +317,7 @@ def test_drain_ends_what_no_engine_has_accepted() -> None:
                 connection = engines.pool.connections["engine"]
                 await until(lambda: connection.requests and connection._calls)
                 backend.drain.begin(lambda: None)
-                replies = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+                replies = await asyncio.wait_for(asyncio.gather(*waiting), 60)
             finally:
                 step.set()
             for reply in replies:
@@ -364,7 +376,7 @@ def test_the_process_from_start_to_end(folder: Path) -> None:
             and reply["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
         )
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         _, rest = process.communicate()

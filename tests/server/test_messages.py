@@ -253,14 +253,14 @@ def test_errors_have_anthropics_layout(url: str) -> None:
         client_of(url, api_key="other").messages.create(model="tiny", **TEXT)
     by_token = client_of(url, auth_token="secret", api_key=None)
     assert by_token.messages.create(model="tiny", **TEXT).content
-    check_error(httpx.post(url + PATH), 401, "authentication_error")
+    check_error(httpx.post(url + PATH, timeout=60), 401, "authentication_error")
     check_error(post(url, **TEXT, model="claude"), 404, "not_found_error")
     check_error(post(url, f"{PATH}/batches"), 404, "not_found_error")
     headers = {"x-api-key": "secret"}
-    check_error(httpx.get(url + PATH, headers=headers), 405, "invalid_request_error")
-    reply = httpx.post(url + PATH, content=b"{", headers=headers)
+    check_error(httpx.get(url + PATH, headers=headers, timeout=60), 405, "invalid_request_error")
+    reply = httpx.post(url + PATH, content=b"{", headers=headers, timeout=60)
     check_error(reply, 400, "invalid_request_error")
-    reply = httpx.post(url + PATH, content=b"x" * (26 << 20), headers=headers)
+    reply = httpx.post(url + PATH, content=b"x" * (26 << 20), headers=headers, timeout=60)
     check_error(reply, 413, "request_too_large")
 
 

@@ -228,15 +228,25 @@ async def post_bomb(client: httpx.AsyncClient, number: int) -> httpx.Response:
 
 def test_bombs_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there are turns, from one user; another user's grammar does not wait for all."""
-    monkeypatch.setattr("peagle.server.front.grammar_queue.CONTENDED_SECONDS", 0.2)
+
+    def end_bombs_after(seconds: float) -> None:
+        monkeypatch.setattr("peagle.server.front.grammar_queue.CONTENDED_SECONDS", seconds)
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        queue = backend.engines.grammar_queue
+        end_bombs_after(60)
         await content(client, guided_regex="ok")
         bombs = [asyncio.create_task(post_bomb(client, i)) for i in range(6)]
-        await until(lambda: backend.engines.grammar_queue.waiting == 4)
+        await until(lambda: queue.waiting == 4)
         assert (await ask(client, max_tokens=2))["choices"]
-        assert await content(client, guided_regex="ab{3}", user="b") == "abbb"
+        other = asyncio.create_task(content(client, guided_regex="ab{3}", user="b"))
+        await until(lambda: queue.waiting == 5)
+        end_bombs_after(0.2)
+        await until(lambda: sum(bomb.done() for bomb in bombs) >= 2)
+        end_bombs_after(60)  # A bomb and the other user have the next turns.
+        assert await other == "abbb"
         assert sum(bomb.done() for bomb in bombs) < 6, "the users did not take turns"
+        end_bombs_after(0.2)
         for bomb in bombs[:4]:
             assert (await bomb).status_code in REFUSED
         for bomb in bombs[4:]:
@@ -247,7 +257,8 @@ def test_bombs_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_queue_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.server.front.grammar_queue.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("peagle.server.front.grammar_queue.WAIT_SECONDS", 2.0)
+    monkeypatch.setattr("peagle.server.front.grammar_queue.CONTENDED_SECONDS", 60.0)
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await content(client, guided_regex="ok")
@@ -312,8 +323,9 @@ def test_grammars_that_occupy_too_much_memory_wait(monkeypatch: pytest.MonkeyPat
     served(test)
 
 
-def test_a_burst_of_grammars_is_answered() -> None:
+def test_a_burst_of_grammars_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as the server takes requests; and one user cannot take all places."""
+    monkeypatch.setattr("peagle.server.front.grammar_queue.WAIT_SECONDS", 120.0)
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         asked = [content(client, guided_choice=[f"a{i}", f"b{i}"]) for i in range(70)]

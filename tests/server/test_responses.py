@@ -280,9 +280,9 @@ def test_several_web_servers_share_responses(
         continued = post(other, **TEXT, previous_response_id=first.json()["id"])
         assert continued.status_code == 200
         path = f"{PATH}/{first.json()['id']}"
-        assert httpx.get(f"{other}{path}").json() == first.json()
+        assert httpx.get(f"{other}{path}", timeout=60).json() == first.json()
         assert httpx.delete(f"{other}{path}").status_code == 200
-        assert httpx.get(f"{url}{path}").status_code == 404
+        assert httpx.get(f"{url}{path}", timeout=60).status_code == 404
     assert (tmp_path / "responses").stat().st_mode & 0o077 == 0
 
 
@@ -398,7 +398,7 @@ def test_other_errors(url: str) -> None:
     assert post(url, key="three", **TEXT).status_code == 401
     assert post(url, **TEXT, model="other").status_code == 404
     assert post(url, **TEXT, previous_response_id="resp_x").status_code == 404
-    assert httpx.get(f"{url}{PATH}", headers={"x-api-key": "one"}).status_code == 405
+    assert httpx.get(f"{url}{PATH}", headers={"x-api-key": "one"}, timeout=60).status_code == 405
 
 
 def test_an_answer_that_fails_midway() -> None:

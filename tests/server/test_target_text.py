@@ -60,7 +60,7 @@ def program_files(root: Path) -> tuple[str, str]:
 
 def run(*arguments: str) -> str:
     command = [sys.executable, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     return result.stdout
 

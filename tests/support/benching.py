@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -75,19 +75,29 @@ def write_set(path: Path, count: int, turns: int = 1) -> Path:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers `words` words in chunks of two. `failure` names what goes wrong."""
+    """Answers `words` words in chunks of two. `failure` names what goes wrong.
+
+    Requests with the numbers in `together` are answered when three of them have arrived.
+    """
 
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(
-        self, words: int = 6, failure: str = "", metrics: bool = True, wait: float = 0.0
+        self,
+        words: int = 6,
+        failure: str = "",
+        metrics: bool = True,
+        wait: float = 0.0,
+        together: Container[int] = (),
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.words = words
         self.failure = failure
         self.metrics = metrics
         self.wait = wait
+        self.together = together
+        self.meeting = threading.Barrier(3)
         self.requests: list[dict[str, Any]] = []
         self.concurrent = 0
         self.max_concurrent = 0
@@ -139,6 +149,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, body: dict[str, Any], number: int) -> None:
         failure = self.server.failure
+        if number in self.server.together:
+            self.server.meeting.wait(60)
         if failure == "500" or (failure == "some 500" and number % 2):
             return self.reply(500, '{"error": {"message": "out of luck"}}')
         self.send_response(200)

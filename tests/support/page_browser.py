@@ -48,7 +48,7 @@ def opened(browser: "Browser", server: Any, hash: str = "", **look: Any) -> "Ite
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **look})
     page = context.new_page()
     problems: list[str] = []
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(60_000)
     page.on(
         "console",
         lambda message: (
@@ -78,7 +78,7 @@ def opened(browser: "Browser", server: Any, hash: str = "", **look: Any) -> "Ite
     assert [line for line in problems if not line.startswith("data:")] == []
 
 
-def until(page: "Page", condition: str, seconds: float = 15.0) -> None:
+def until(page: "Page", condition: str, seconds: float = 60.0) -> None:
     """Poll a condition: the page's security policy forbids playwright's wait_for_function."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):

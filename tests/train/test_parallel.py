@@ -10,6 +10,8 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,10 +70,13 @@ def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in entries if "loss" in entry]
 
 
-def free_port() -> int:
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that no other program gets; processes that set SO_REUSEADDR may listen on it."""
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("", 0))
+        yield sock.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +84,16 @@ def folder(tmp_path_factory) -> Path:
     """Everything two processes and one have trained: `ddp p-eagle`, ..., and `alone/...`."""
     folder = tmp_path_factory.mktemp("parallel")
     write_answers(make_target(), folder / "answers.jsonl", count=16, tokens=20)
+    with reserved_port() as port:
+        train_everything(folder, port)
+    return folder
+
+
+def train_everything(folder: Path, port: int) -> None:
     common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
     processes = []
@@ -100,11 +111,10 @@ def folder(tmp_path_factory) -> Path:
         run(alone, "ddp", method)
     for process in processes:
         try:
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=300)
         finally:
             process.kill()
         assert process.returncode == 0, errors[-3000:]
-    return folder
 
 
 def assert_close(mine: dict, theirs: dict) -> None:

@@ -81,7 +81,7 @@ class EngineConnection:
         assert self.link is not None
         self.link.close()
         self.link = None
-        self.status = WorkerStatus()
+        self._set_status(WorkerStatus())  # Nobody waits for a status of a process that has ended.
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(engine_stopped())
@@ -195,10 +195,13 @@ class EngineConnection:
             call.set_exception(error)
 
     def _take_status(self, status: WorkerStatus) -> None:
+        self._set_status(status)
+        if status.target is not None:
+            self._on_target(status.target)
+
+    def _set_status(self, status: WorkerStatus) -> None:
         self.status = status
         for waiter in self._status_waiters:
             if not waiter.done():
                 waiter.set_result(None)
         self._status_waiters.clear()
-        if status.target is not None:
-            self._on_target(status.target)

@@ -56,7 +56,8 @@ class ChildProcess:
     @property
     def log_tail(self) -> list[str]:
         """The last lines of the output; of JSON lines, their message."""
-        return [log_message(line) for line in self._log_tail]
+        lines = list(self._log_tail)  # The reader may append to it meanwhile.
+        return [log_message(line) for line in lines]
 
     async def stop(self, graceful: bool = True) -> None:
         """Stop by SIGTERM; else close the guard's input; in the end kill the process group."""

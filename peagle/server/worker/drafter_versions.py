@@ -57,6 +57,7 @@ class DrafterVersions:
         self._given: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # Version by engine.
         self._counts: dict[int, VersionCounts] = {}
         self._counted = VersionCounts()  # Of the main engine, when the version was swapped in.
+        self._lock = threading.Lock()  # A report has all of a change, or nothing of it.
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peagle-versions", daemon=True)
 
@@ -73,12 +74,13 @@ class DrafterVersions:
     def add_to(self, report: LearnReport) -> None:
         """Add the version that drafts, and what each has done; on the driver's thread."""
         main = self.pool.main
-        report.version = self.version if main is None else main.engine.drafter_version
         report.drafter = str(self.base)
-        if self._failure is not None:
-            report.failed_version = self._seen.number
-            report.version_failure = self._failure
-        report.versions = self._counts | {self.version: self._count()}
+        with self._lock:
+            report.version = self.version if main is None else main.engine.drafter_version
+            if self._failure is not None:
+                report.failed_version = self._seen.number
+                report.version_failure = self._failure
+            report.versions = self._counts | {self.version: self._count(self._main_counts())}
 
     def follow(self) -> None:
         """Swap in the current version, unless it drafts already or could not be loaded just now."""
@@ -86,9 +88,10 @@ class DrafterVersions:
             current = read_current(self.folder)
             now = time.monotonic()
             if current != self._seen or (self._failure is not None and now >= self._retry_at):
-                if current != self._seen:
-                    self._failure = None
-                self._seen = current
+                with self._lock:
+                    if current != self._seen:
+                        self._failure = None
+                    self._seen = current
                 self._retry_at = now + RETRY_SECONDS
                 if current.number != self.version:
                     self._load(current.number)
@@ -120,10 +123,12 @@ class DrafterVersions:
         self._was_swapped = True
         self.pair.replace_drafter(self.method, drafter)
         before = self.version
-        self._counts[before] = self._count()
-        self._counted = self._main_counts()
-        self._failure = None  # Before the version shows: a report never has both.
-        self.version = number
+        with self._lock:
+            counted = self._main_counts()
+            self._counts[before] = self._count(counted)
+            self._counted = counted
+            self._failure = None  # Before the version shows: a report never has both.
+            self.version = number
         self._update_engines()
         log_event("drafter swapped", version=number, before=before)
 
@@ -144,9 +149,8 @@ class DrafterVersions:
                 raise
         self._given[engine] = self.version
 
-    def _count(self) -> VersionCounts:
-        """What the version that drafts now has done so far."""
-        now = self._main_counts()
+    def _count(self, now: VersionCounts) -> VersionCounts:
+        """What the version that drafts now has done, with these counts of the main engine."""
         known = self._counts.get(self.version, VersionCounts())
         return VersionCounts(
             known.drafts + now.drafts - self._counted.drafts,

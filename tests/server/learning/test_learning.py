@@ -84,7 +84,7 @@ def test_answered_requests_are_stored(pair: LoadedPair, folder: LearnFolder) -> 
         await ask(client, TEXT, max_tokens=0, echo=True)
         await leave(backend, tokens(WORDS))
         await ask(client, TEXT, words="w9", ignore_eos=True, max_tokens=2)
-        await until(lambda: len(stored(folder)) == 4)
+        await until(lambda: learning_of(backend).report().documents == 4)
         documents = stored(folder)
         prompt = tokens(WORDS)
         assert documents[0] == (prompt, tokens(text))
@@ -144,9 +144,9 @@ def test_the_load_file_follows_the_engine(pair: LoadedPair, folder: LearnFolder)
 
         assert len(EngineLoad.read_all(folder)) == 1 and not busy()
         with slowed(backend, 0.02):
-            request = asyncio.create_task(ask(client, TEXT, max_tokens=20, ignore_eos=True))
+            request = asyncio.create_task(ask(client, TEXT, max_tokens=200, ignore_eos=True))
             await until(busy)
-            await request
+        await request
         await until(lambda: not busy())
 
     served(test, lambda: pair, learn=str(folder.root), **LEARN)
@@ -166,13 +166,19 @@ def test_versions_are_swapped_while_requests_run(
             )
             return str(reply["choices"][0]["text"])
 
+        async def run_until_swapped(k: int) -> set[str]:
+            texts = {await run("p-eagle", k)}
+            while not swapped.is_set():
+                texts.add(await run("p-eagle", k))
+            return texts
+
         engines = thread_engines(backend)
-        was_running = False
+        swapped = asyncio.Event()
         expected = await run("none", 1)
         assert len(set(expected.split())) > 10
         await run("p-eagle", 2)  # An extra engine of the method.
         with slowed(backend, 0.01):
-            requests = [asyncio.create_task(run("p-eagle", k)) for k in (2, 3, 3)]
+            requests = [asyncio.create_task(run_until_swapped(k)) for k in (2, 3, 3)]
             await until(lambda: engines.main.engine.busy)  # type: ignore[union-attr]
             for number in (1, 2, 0, 1):
                 await asyncio.to_thread(set_current, folder, number, "a test")
@@ -186,9 +192,8 @@ def test_versions_are_swapped_while_requests_run(
                         == {number}
                     )
                 )
-                was_running |= not all(request.done() for request in requests)
-            assert was_running
-            assert await asyncio.gather(*requests) == [expected] * 3
+            swapped.set()
+            assert await asyncio.gather(*requests) == [{expected}] * 3
         learn = (await client.get("/v1/peagle/status")).json()["learn"]
         assert learn["engines"] == {"engine": 1} and learn["failure"] is None
         assert learn["acceptance_lengths"].keys() == {"0", "1", "2"}
@@ -249,7 +254,7 @@ def test_metrics(pair: LoadedPair, folder: LearnFolder, root: Path) -> None:
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await ask(client, TEXT, ignore_eos=True, max_tokens=8)
-        await until(lambda: stored(folder))
+        await until(lambda: learning_of(backend).report().documents == 1)
         page = (await client.get("/metrics")).text
         for line in (
             'peagle:learn_documents_total{model_name="tiny"} 1.0',

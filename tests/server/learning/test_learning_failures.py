@@ -1,6 +1,7 @@
 """`peagle serve --learn` with broken files, failures that end, and engines built during a swap."""
 
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from peagle.engine import Engine
 from peagle.learn.folder import LearnFolder
 from peagle.learn.versions import set_current
 from peagle.loaded import LoadedPair
+from peagle.paths import write_bytes
 from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.messages import LearnReport, VersionCounts
 from peagle.server.worker import drafter_versions
 from tests.support.serve_learning import LEARN, learning_of
 from tests.support.serving import TEXT, ask, served, thread_engines, until
@@ -51,6 +54,34 @@ def test_an_engine_that_was_built_during_a_swap(
     served(test, lambda: pair, learn=str(folder.root), **LEARN)
 
 
+def test_a_report_during_a_swap_counts_every_draft_once(
+    pair: LoadedPair, folder: LearnFolder, root: Path
+) -> None:
+    """Another thread asks for a report when the counts of the version before are kept."""
+    add_version(folder, pair, root, 1, parent=0)
+    reports: list[LearnReport] = []
+
+    async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
+        learning = learning_of(backend)
+
+        class ReportedCounts(dict[int, VersionCounts]):
+            def __setitem__(self, version: int, counts: VersionCounts) -> None:
+                super().__setitem__(version, counts)
+                thread = threading.Thread(target=lambda: reports.append(learning.report()))
+                thread.start()
+                thread.join(0.5)  # It waits for the rest of the swap.
+
+        await ask(client, TEXT, ignore_eos=True, max_tokens=8)
+        before = learning.report().versions[0]
+        assert before.drafts > 0 and learning.versions is not None
+        learning.versions._counts = ReportedCounts()
+        set_current(folder, 1, "a test")
+        await until(lambda: reports)
+        assert reports[0].versions == {0: before, 1: VersionCounts()}
+
+    served(test, lambda: pair, learn=str(folder.root), **LEARN)
+
+
 def test_a_failure_that_has_ended_is_forgotten(
     pair: LoadedPair, folder: LearnFolder, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,10 +100,10 @@ def test_a_failure_that_has_ended_is_forgotten(
         folder.current.unlink()
         await until(lambda: learning_of(backend).report().version_failure is None)
         assert await failure() is None
-        weights.write_bytes(b"broken")  # As of a disk that was lost for a while.
+        write_bytes(weights, b"broken")  # As of a disk that was lost for a while.
         set_current(folder, 1, "a test")
         await until(lambda: learning_of(backend).report().failed_version == 1)
-        weights.write_bytes(content)
+        write_bytes(weights, content)  # Renamed: the broken file may be mapped by a reader.
         await until(lambda: learning_of(backend).report().version == 1)
         assert await failure() is None
 
