@@ -20,6 +20,7 @@ from tests.support.engines import (
     ASKED,
     COUNT,
     MIXED,
+    Asked,
     K,
     alone,
     ask,
@@ -110,14 +111,20 @@ def test_sixty_four_at_once(method: Method) -> None:
     assert engine.loop.scheduler.preemptions and engine.loop.scheduler.allocator.hit_tokens
 
 
+@cache
+def eight_requests() -> tuple[list[Asked], list[list[int]]]:
+    """Requests and their answers without drafts."""
+    asked = some_requests(8, seed=5, max_tokens=14)
+    return asked, [tokens_of(alone(small(), "none", ids, **settings)) for ids, settings in asked]
+
+
 @pytest.mark.parametrize(
     ("method", "k"),
     [("none", 1), *((method, k) for method in METHODS[1:] for k in (1, 6, "auto"))],
 )
 def test_any_k_gives_the_same_tokens(method: Method, k: int | str) -> None:
-    asked = some_requests(8, seed=5, max_tokens=14)
+    asked, expected = eight_requests()
     engine = engine_of(small(), method, k, prefix_caching=False)
-    expected = [tokens_of(alone(small(), "none", ids, **settings)) for ids, settings in asked]
     assert [tokens_of(steps) for steps in serve(engine, asked)] == expected
     assert engine.loop.scheduler.allocator.hit_tokens == 0
 

@@ -117,8 +117,18 @@ def test_stop_token_inside_an_accepted_block(target: Target, prompt) -> None:
     assert steps[-1].accepted == 7
 
 
-@pytest.mark.parametrize("length", [1, pytest.param(2, marks=pytest.mark.slow), 250, 253, 254, 255])
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "length"),
+    [
+        # Answers of more than 250 tokens: once here, the others in `make test-slow`.
+        pytest.param(
+            *(method, length),
+            marks=pytest.mark.slow if length < 250 and (method, length) != ("p-eagle", 1) else [],
+        )
+        for method in ("p-eagle", "eagle3")
+        for length in (1, 2, 250, 253, 254, 255)
+    ],
+)
 def test_up_to_the_very_end_of_the_context(target: Target, method, length: int, prompt) -> None:
     drafter = make_drafter(target, method, 1)
     target.tap(AUX)
