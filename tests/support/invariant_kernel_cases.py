@@ -231,5 +231,6 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     "exact attention, window, sinks": partial(check_chains, 2, 1, 20, True, 57),
     "exact trees": partial(check_trees, 2, 60, None),
     "exact trees, window": partial(check_trees, 1, 131, 70),
+    "exact trees, window that ends beside them": partial(check_trees, 1, 66, 3),
     "exact trees, first token": partial(check_trees, 1, 0, None),
 }
