@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -29,9 +30,12 @@ def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     share_between_workers(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
+shared_target = cache(make_target)  # Parameters in another order build no target again.
+
+
 @pytest.fixture(scope="session", params=list(CONFIGS))
 def any_target(request: pytest.FixtureRequest) -> Target:
-    return make_target(request.param)
+    return shared_target(request.param)
 
 
 @pytest.fixture(scope="session")

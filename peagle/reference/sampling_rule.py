@@ -35,7 +35,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p > 0:
         processors.append(MinPLogitsWarper(sampling.min_p))
     no_ids = torch.empty(0)  # these processors do not look at the tokens so far
-    return processors(no_ids, logits.float()).softmax(-1)  # type: ignore[arg-type]
+    return processors(no_ids, logits.float()).softmax(-1)
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:

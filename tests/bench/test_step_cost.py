@@ -33,7 +33,7 @@ ARGUMENTS = [
     "--prompt",
     "8",
     "--output",
-    "64",
+    "32",
 ]
 
 
@@ -49,6 +49,7 @@ def test_every_method_and_load(tmp_path: Path) -> None:
         "1,8",
         "--repeats",
         "1",
+        *("--output", "64"),  # enough steps for a mean
     ]
     result = CliRunner().invoke(app, [*arguments, "--out", str(file)])
     assert result.exit_code == 0, result.output

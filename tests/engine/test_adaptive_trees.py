@@ -75,28 +75,34 @@ def test_each_load_has_another_best_shape() -> None:
 
 LOADS: list[tuple[Cost, int, tuple[float, ...], float]] = [
     (gpu, 1, GOOD, 0.4),
-    (gpu, 1, GOOD, 0.2),
-    (gpu, 1, BAD, 0.4),
     (busy, 1, GOOD, 0.2),
-    (busy, 1, POOR, 0.4),
+    (gpu, 1, BAD, 0.4),
     (gpu, 8, GOOD, 0.4),
     (busy, 8, POOR, 0.2),
+    (busy, 64, BAD, 0.2),
+    (gpu, 1, LONG, 0.3),
+    (busy, 1, LONG, 0.4),
+    # the rest in `make test-slow`
+    (gpu, 1, GOOD, 0.2),
+    (busy, 1, POOR, 0.4),
     (gpu, 64, GOOD, 0.4),
     (busy, 64, POOR, 0.4),
-    (busy, 64, BAD, 0.2),
     (busy, 1, GOOD, 0.4),
-    (busy, 1, LONG, 0.4),
-    (gpu, 1, LONG, 0.3),
     (gpu, 8, LONG, 0.4),
     (busy, 8, LONG, 0.3),
 ]
+FAST_LOADS = 8
 
 
 @pytest.mark.parametrize(
     ("cost", "batch", "profile", "width", "known"),
     [
         # Costs are known in every other one, and the other way round in `make test-slow`.
-        pytest.param(*load, known, marks=pytest.mark.slow if (i % 2 == 0) != known else [])
+        pytest.param(
+            *load,
+            known,
+            marks=[] if i < FAST_LOADS and known == (i % 2 == 0) else pytest.mark.slow,
+        )
         for i, load in enumerate(LOADS)
         for known in (True, False)
     ],
@@ -109,8 +115,15 @@ def test_a_few_percent(cost: Cost, batch: int, profile, width: float, known: boo
     assert mean(ratios) < 1.035 and max(ratios) < 1.05
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["calibrated", "unknown costs"])
-@pytest.mark.parametrize("cost", [gpu, busy])
+@pytest.mark.parametrize(
+    ("cost", "known"),
+    [
+        (gpu, True),
+        (busy, False),
+        pytest.param(gpu, False, marks=pytest.mark.slow),
+        pytest.param(busy, True, marks=pytest.mark.slow),
+    ],
+)
 def test_follows_the_load_between_trees_chains_and_nothing(cost: Cost, known: bool) -> None:
     ratios: dict[int, list[float]] = {1: [], 8: [], 64: []}
     chosen = set()

@@ -1,6 +1,7 @@
 """The engine is lossless: each of many requests gets the steps that it would get alone."""
 
 import random
+from functools import cache
 from itertools import chain, cycle
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.engines import (
     ASKED,
     COUNT,
     MIXED,
+    Asked,
     K,
     alone,
     ask,
@@ -31,26 +33,41 @@ from tests.support.engines import (
     some_requests,
     steps_of,
 )
+from tests.support.target_cases import targets_and_methods
 from tests.support.tiny_models import make_drafter, make_target
 
 # Every architecture.
 
 
-@pytest.fixture(scope="module")
-def any_pair(any_target: Target) -> LoadedPair:
+@cache
+def pair_with_drafters(target: Target) -> LoadedPair:
     drafters = {
-        "p-eagle": make_drafter(any_target, "p-eagle", 2),
-        "eagle3": make_drafter(any_target, "eagle3", 1),
+        "p-eagle": make_drafter(target, "p-eagle", 2),
+        "eagle3": make_drafter(target, "eagle3", 1),
     }
-    return pair_of(any_target, drafters)
+    return pair_of(target, drafters)
 
 
-@pytest.fixture(scope="module")
+@cache
+def generated_by(target: Target) -> list[list[int]]:
+    return [transformers_generate(target, ids, COUNT) for ids, _ in ASKED]
+
+
+@pytest.fixture
+def any_pair(any_target: Target) -> LoadedPair:
+    return pair_with_drafters(any_target)
+
+
+@pytest.fixture
 def generated(any_target: Target) -> list[list[int]]:
-    return [transformers_generate(any_target, ids, COUNT) for ids, _ in ASKED]
+    return generated_by(any_target)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("any_target", "method"),
+    targets_and_methods(["none", "p-eagle"], METHODS),
+    indirect=["any_target"],
+)
 def test_equals_transformers_and_the_plain_loop(
     any_pair: LoadedPair, generated, method: Method
 ) -> None:
@@ -94,12 +111,20 @@ def test_sixty_four_at_once(method: Method) -> None:
     assert engine.loop.scheduler.preemptions and engine.loop.scheduler.allocator.hit_tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("k", [1, 6, "auto"])
-def test_any_k_gives_the_same_tokens(method: Method, k: int | str) -> None:
+@cache
+def eight_requests() -> tuple[list[Asked], list[list[int]]]:
+    """Requests and their answers without drafts."""
     asked = some_requests(8, seed=5, max_tokens=14)
+    return asked, [tokens_of(alone(small(), "none", ids, **settings)) for ids, settings in asked]
+
+
+@pytest.mark.parametrize(
+    ("method", "k"),
+    [("none", 1), *((method, k) for method in METHODS[1:] for k in (1, 6, "auto"))],
+)
+def test_any_k_gives_the_same_tokens(method: Method, k: int | str) -> None:
+    asked, expected = eight_requests()
     engine = engine_of(small(), method, k, prefix_caching=False)
-    expected = [tokens_of(alone(small(), "none", ids, **settings)) for ids, settings in asked]
     assert [tokens_of(steps) for steps in serve(engine, asked)] == expected
     assert engine.loop.scheduler.allocator.hit_tokens == 0
 
@@ -223,9 +248,19 @@ def test_a_page_is_shared_with_its_next_token_only(
     assert engine.metrics.cached_tokens == 5 * (24 if broken else 20)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])  # fused layers, and transformers' own
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("chunk", [64, 16])
+@pytest.mark.parametrize(
+    ("name", "method", "chunk"),
+    [
+        # Fused layers with every method, transformers' own with one; small chunks with one.
+        pytest.param(
+            *(name, method, chunk),
+            marks=[] if method == "p-eagle" or (name, chunk) == ("llama", 64) else pytest.mark.slow,
+        )
+        for name in ("llama", "gemma2")
+        for method in METHODS
+        for chunk in (64, 16)
+    ],
+)
 def test_choices_of_one_prompt_share_its_prefill(
     name: str, method: Method, chunk: int, prompt
 ) -> None:

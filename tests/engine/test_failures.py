@@ -22,7 +22,7 @@ from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.triton import paged_attention
 from tests.support.decoding import tokens_of
 from tests.support.engines import TIGHT, alone, engine_of, pair_of, small, some_requests, steps_of
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.tiny_models import ENGINE_PATHS, make_drafter, make_target
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([], {}, "at least one"),
@@ -139,12 +139,26 @@ def poisoned_pair(name: str) -> Poisoned:
     return Poisoned(name)
 
 
-@pytest.fixture(params=["llama", "qwen3-moe", "gemma2"])
+@pytest.fixture(params=ENGINE_PATHS)
 def poisoned(request: pytest.FixtureRequest) -> Poisoned:
     return poisoned_pair(request.param)
 
 
-@pytest.mark.parametrize("method", METHODS)
+every_method = pytest.mark.parametrize(
+    ("poisoned", "method"),
+    [  # Every method with one code path of the engine, P-EAGLE with all of them.
+        pytest.param(
+            *(name, method),
+            marks=[] if method == "p-eagle" or name == "llama" else pytest.mark.slow,
+        )
+        for name in ENGINE_PATHS
+        for method in METHODS
+    ],
+    indirect=["poisoned"],
+)
+
+
+@every_method
 def test_a_request_whose_logits_are_not_numbers_fails_alone(
     poisoned: Poisoned, method: Method
 ) -> None:
@@ -172,7 +186,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_nothing_is_left_in_its_pages(poisoned: Poisoned, method: Method) -> None:
     """Good requests get the pages that held NaN, also after an abort."""
     for end in (lambda engine, stream: engine.drain(), lambda engine, stream: stream.abort()):
@@ -189,7 +203,7 @@ def test_nothing_is_left_in_its_pages(poisoned: Poisoned, method: Method) -> Non
             assert steps_of(stream) == steps
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_it_may_happen_late(poisoned: Poisoned, method: Method) -> None:
     """The answer itself comes to the token: what was said before has been told."""
     engine, (ids, options) = engine_of(poisoned.pair, method), poisoned.good[0]

@@ -57,11 +57,11 @@ def plain_answers(pair: LoadedPair) -> list[list[int]]:
     return [tokens_of(alone(pair, "none", ids, **settings)) for ids, _ in ASKED]
 
 
-def check_answers(pair: LoadedPair) -> None:
+def check_answers(pair: LoadedPair, methods: tuple[Method, ...] = METHODS) -> None:
     """Requests at once, with every method, have the answers that each has alone."""
     expected = plain_answers(pair)
     assert len({tuple(answer) for answer in expected}) >= 3
-    for method in METHODS:
+    for method in methods:
         engine = engine_of(pair, method)
         assert [tokens_of(steps) for steps in serve(engine, ASKED)] == expected
         engine.close()
@@ -95,7 +95,8 @@ def test_without_the_kernel_weights_are_widened_once(
     assert engines[0].weights == f"{format}, multiplied out to float32"
     layers: list[Any] = [engine._stepper.verifier.layers[1] for engine in engines]  # type: ignore[attr-defined]
     assert layers[0].qkv.weight.data_ptr() == layers[1].qkv.weight.data_ptr()
-    check_answers(pair)
+    # Widened weights are the same to every method and format, so one format has all methods.
+    check_answers(pair, METHODS if format == "Q4_0" else ("none",))
 
 
 def test_a_target_that_is_not_llama_like(tmp_path: Path, stored_kernel: None) -> None:

@@ -47,13 +47,23 @@ def alone(pair: LoadedPair, asked: list[Asked]) -> list[list[int]]:
 
 
 @needs_c
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        pytest.param([(7, 0), (7, 15)], id="fixed"),
+        pytest.param([("auto", 15)], id="auto", marks=pytest.mark.slow),
+    ],
+)
 def test_any_load_gives_the_answers_of_none_alone(
-    pair: LoadedPair, asked: list[Asked], alone: list[list[int]]
+    pair: LoadedPair,
+    asked: list[Asked],
+    alone: list[list[int]],
+    drafting: list[tuple[int | str, int]],
 ) -> None:
     """Staggered arrival, chunks of prompts, shared prefixes, and pages for half of the requests."""
     options = {"page_size": PAGE, "kv_tokens": KV_TOKENS, "prefill_chunk": 64, "max_batch": 6}
     preemptions = 0
-    for k, tree in ((7, 0), (7, 15), ("auto", 15)):
+    for k, tree in drafting:
         engine = engine_of(pair, "p-eagle", k, tree=tree, exact=True, **options)
         assert engine.exact_mode == "batched"
         batches: list[int] = []

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -17,6 +18,7 @@ from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.drafting import DraftRunner
 from peagle.errors import UserError
+from peagle.target import Target
 from tests.support.cpu_features import needs_c
 from tests.support.decoding import tokens_of
 from tests.support.drafter_versions import (
@@ -65,9 +67,14 @@ def serve_with_swaps(
     return [tokens_of(steps_of(stream)) for stream in streams]
 
 
-def without_drafts(each: Versions) -> list[list[int]]:
-    pair = pair_of(each.target)
+@cache
+def answers_of(target: Target) -> list[list[int]]:
+    pair = pair_of(target)
     return [tokens_of(alone(pair, "none", ids, **settings)) for ids, settings in ASKED]
+
+
+def without_drafts(each: Versions) -> list[list[int]]:
+    return answers_of(each.target)
 
 
 # --- under load -----------------------------------------------------------------------------------

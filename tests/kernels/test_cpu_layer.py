@@ -17,6 +17,7 @@ from tests.support.gguf_files import TinyGGUF
 from tests.support.tiny_models import make_target
 
 DTYPES = [torch.bfloat16, torch.float32]
+STORED = [*BLOCK_FORMATS, "mixed"]
 MIXED = {"attn_v": "Q6_K", "ffn_up": "Q8_0", "ffn_down": "Q6_K", "attn_k": "BF16"}
 PAGE_SIZE = 16
 TABLES = torch.tensor([[3, 0, 5], [1, 2, 4]]).int()
@@ -105,9 +106,16 @@ def test_in_one_call(name: str, dtype: torch.dtype, int8: bool) -> None:
     check_layers(target, int8)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", [*BLOCK_FORMATS, "mixed"])
+@pytest.mark.parametrize(
+    ("format", "dtype", "int8"),
+    [
+        # Each format in both dtypes, int8 in one of them; the other half in `make test-slow`.
+        pytest.param(format, dtype, int8, marks=[] if (i + j + int8) % 2 else pytest.mark.slow)
+        for i, format in enumerate(STORED)
+        for j, dtype in enumerate(DTYPES)
+        for int8 in (False, True)
+    ],
+)
 def test_stored_weights(tmp_path: Path, format: str, dtype: torch.dtype, int8: bool) -> None:
     formats = MIXED if format == "mixed" else {}
     base = "Q4_K" if format == "mixed" else format

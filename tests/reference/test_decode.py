@@ -12,10 +12,15 @@ from peagle.reference.decode import decode
 from peagle.reference.proposer import Verified, proposer_for
 from peagle.target import Target
 from tests.support.decoding import GREEDY, PATTERNS, Oracle, plain, tokens_of, transformers_generate
+from tests.support.target_cases import targets_and_methods
 from tests.support.tiny_models import AUX, LEARNED_POSITIONS, make_drafter, make_target
 
 
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("any_target", "method"),
+    targets_and_methods(["p-eagle"], ["p-eagle", "eagle3"]),
+    indirect=["any_target"],
+)
 def test_four_roads_one_answer(any_target: Target, method, prompt) -> None:
     drafter = make_drafter(any_target, method, layers=3 if method == "p-eagle" else 1)
     any_target.tap(AUX)
@@ -30,14 +35,16 @@ def test_four_roads_one_answer(any_target: Target, method, prompt) -> None:
         assert [step.accepted for step in cached] == [step.accepted for step in slow]
 
 
+SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.2, top_p=0.9, seed=5)}
+
+
 @pytest.mark.parametrize("right", PATTERNS.values(), ids=PATTERNS.keys())
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(temperature=1.2, top_p=0.9, seed=5)], ids=["greedy", "sampled"]
+    ("any_target", "method"), targets_and_methods(["greedy"], [*SAMPLINGS]), indirect=["any_target"]
 )
-def test_adversarial_drafters(
-    any_target: Target, right: list[bool], sampling: Sampling, prompt
-) -> None:
+def test_adversarial_drafters(any_target: Target, right: list[bool], method: str, prompt) -> None:
     any_target.tap(())
+    sampling = SAMPLINGS[method]
     ids, k, count = prompt(9), 7, 24
     answer = plain(any_target, ids, count, sampling)
     steps = list(decode(any_target, Oracle(ids, answer, right), ids, k, count, sampling))
@@ -110,8 +117,18 @@ def test_stop_token_inside_an_accepted_block(target: Target, prompt) -> None:
     assert steps[-1].accepted == 7
 
 
-@pytest.mark.parametrize("length", [1, pytest.param(2, marks=pytest.mark.slow), 250, 253, 254, 255])
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "length"),
+    [
+        # Answers of more than 250 tokens: once here, the others in `make test-slow`.
+        pytest.param(
+            *(method, length),
+            marks=pytest.mark.slow if length < 250 and (method, length) != ("p-eagle", 1) else [],
+        )
+        for method in ("p-eagle", "eagle3")
+        for length in (1, 2, 250, 253, 254, 255)
+    ],
+)
 def test_up_to_the_very_end_of_the_context(target: Target, method, length: int, prompt) -> None:
     drafter = make_drafter(target, method, 1)
     target.tap(AUX)

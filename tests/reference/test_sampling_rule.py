@@ -80,7 +80,15 @@ def sample(target: Target, sampling: dict, runs: int, k: int = 2) -> tuple[Count
     return counts, accepted
 
 
-@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize(
+    "option",
+    [  # Acceptance knows processed probabilities only; "all" processes them in every way.
+        pytest.param(
+            option, id=name, marks=[] if name in ("temperature", "all") else pytest.mark.slow
+        )
+        for name, option in OPTIONS.items()
+    ],
+)
 def test_speculative_distribution_is_the_targets(small: Target, option: dict) -> None:
     """Chi-square at level 1e-3 over 500 answers; seeds are fixed, so the verdict is too."""
     small.tap(())

@@ -128,68 +128,112 @@ def comparable(reply: Any) -> Any:
     return reply["choices"], reply["usage"], steps
 
 
-def test_answers_are_those_of_an_engine_in_this_process(folder: Path, control: Path) -> None:
-    expected: list[Any] = []
-    replies: list[Any] = []
-
-    async def collect(client: httpx.AsyncClient, answers: list[Any]) -> None:
-        answers += [comparable(await ask(client, **case)) for case in CASES]
-        for case in CASES[:3]:
-            streamed = await ask(client, stream=True, **case)
-            answers.append([event["choices"] for event in streamed if event["choices"]][-1])
-
-    served(lambda client, _: collect(client, expected))
-    in_process(folder, lambda client, *_: collect(client, replies))
-    assert replies == expected
+async def collect(client: httpx.AsyncClient, answers: list[Any]) -> None:
+    answers += [comparable(await ask(client, **case)) for case in CASES]
+    for case in CASES[:3]:
+        streamed = await ask(client, stream=True, **case)
+        answers.append([event["choices"] for event in streamed if event["choices"]][-1])
 
 
-def test_kill_in_the_middle(folder: Path, control: Path) -> None:
-    """Answers that have begun end with an error; those in the queue are given by the next one."""
-
-    async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
-        expected = (await ask(client))["choices"]
-        control.write_text("slow 0.05")
-        body = {"messages": HELLO, "temperature": 0, "stream": True} | LONG
-        running = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(2)]
-        await until(lambda: with_tokens(engines) == 2)
-        queued = [asyncio.create_task(ask(client)) for _ in range(6)]
-        await until(lambda: len(only(engines).requests) == 8)
-        pid = only(engines).status.pid
-        os.kill(pid, signal.SIGKILL)
-        control.write_text("")
-        for task in running:
-            error = events((await task).text)[-1]["error"]
-            assert error["code"] == 503 and "the engine stopped" in error["message"]
-        for task in queued:
-            assert (await task)["choices"] == expected
-        assert backend.counts.restarts == 1 and only(engines).status.pid != pid
-        page = (await client.get("/metrics")).text
-        assert 'peagle:engine_restarts_total{model_name="tiny"} 1.0' in page
-
-    in_process(folder, test, max_batch=2)
-
-
-def test_failed_steps(folder: Path, control: Path) -> None:
-    async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
-        for failure in ("raise", "lose"):
-            control.write_text("slow 0.02")
-            running = asyncio.create_task(ask(client, code=503, **LONG))
-            await until(lambda: with_tokens(engines))
-            control.write_text(failure)
-            message = (await running)["error"]["message"]
-            assert "the engine stopped" in message and "CUDA" not in message
-            await until(lambda: not backend.is_healthy)
-            await ask(client, code=503)  # Nothing is accepted before the next process is ready.
-            await until(lambda: backend.is_healthy)
-            assert (await ask(client))["usage"]["completion_tokens"] == 8
-
-    in_process(folder, test)
-
-
-def test_two_hundred_streams_a_lost_front_and_a_slow_reader(
+def test_failures_of_its_process(
     folder: Path, control: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One server, whose process is killed, fails, hangs, and at last cannot be started again."""
+
     async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
+        await kill_in_the_middle(client, backend, engines, control)
+        for failure in ("raise", "lose"):
+            await failed_step(client, backend, engines, control, failure)
+        await hung_step(client, backend, engines, control)
+        monkeypatch.setattr(engine_supervisor.EngineSupervisor, "max_failures", 3)
+        await processes_that_die_in_a_row(client, backend, engines, control)
+
+    in_process(folder, test, max_batch=2, step_timeout=3.0)
+
+
+async def kill_in_the_middle(
+    client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path
+) -> None:
+    """Answers that have begun end with an error; those in the queue are given by the next one."""
+    expected = (await ask(client))["choices"]
+    control.write_text("slow 0.05")
+    body = {"messages": HELLO, "temperature": 0, "stream": True} | LONG
+    running = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(2)]
+    await until(lambda: with_tokens(engines) == 2)
+    queued = [asyncio.create_task(ask(client)) for _ in range(6)]
+    await until(lambda: len(only(engines).requests) == 8)
+    pid = only(engines).status.pid
+    os.kill(pid, signal.SIGKILL)
+    control.write_text("")
+    for task in running:
+        error = events((await task).text)[-1]["error"]
+        assert error["code"] == 503 and "the engine stopped" in error["message"]
+    for task in queued:
+        assert (await task)["choices"] == expected
+    assert backend.counts.restarts == 1 and only(engines).status.pid != pid
+    page = (await client.get("/metrics")).text
+    assert 'peagle:engine_restarts_total{model_name="tiny"} 1.0' in page
+
+
+async def failed_step(
+    client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path, failure: str
+) -> None:
+    control.write_text("slow 0.02")
+    running = asyncio.create_task(ask(client, code=503, **LONG))
+    await until(lambda: with_tokens(engines))
+    control.write_text(failure)
+    message = (await running)["error"]["message"]
+    assert "the engine stopped" in message and "CUDA" not in message
+    await until(lambda: not backend.is_healthy)
+    await ask(client, code=503)  # Nothing is accepted before the next process is ready.
+    await until(lambda: backend.is_healthy)
+    assert (await ask(client))["usage"]["completion_tokens"] == 8
+
+
+async def hung_step(
+    client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path
+) -> None:
+    """The process is replaced; it is not while it loads, however long that takes."""
+    restarts = backend.counts.restarts
+    control.write_text("slow 0.02")
+    running = asyncio.create_task(ask(client, code=503, **LONG))
+    await until(lambda: with_tokens(engines))
+    control.write_text("slow 600")
+    waiting = asyncio.create_task(ask(client))
+    await until(lambda: not backend.is_healthy)
+    control.write_text("")
+    assert "the engine stopped" in (await running)["error"]["message"]
+    assert (await waiting)["usage"]["completion_tokens"] == 8
+    assert backend.counts.restarts == restarts + 1
+
+
+async def processes_that_die_in_a_row(
+    client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path
+) -> None:
+    reasons: list[str] = []
+    engines.on_failure = reasons.append
+    control.write_text("die")
+    os.kill(only(engines).status.pid, signal.SIGKILL)
+    await until(lambda: not backend.is_healthy)
+    assert (await client.get("/health")).status_code == 503
+    await until(lambda: reasons)
+    assert "3 times in a row" in reasons[0] and "SIGKILL" in reasons[0]
+    assert engines.state == "failed"
+    assert "could not be loaded" in (await ask(client, code=503))["error"]["message"]
+
+
+def test_many_answers_a_lost_front_and_a_slow_reader(
+    folder: Path, control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are those of an engine in this process."""
+    own: list[Any] = []
+    served(lambda client, _: collect(client, own))
+
+    async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
+        replies: list[Any] = []
+        await collect(client, replies)
+        assert replies == own
+
         expected = (await ask(client, max_tokens=30))["choices"]
         streams = [ask(client, stream=True, max_tokens=30) for _ in range(200)]
         for chunks in await asyncio.gather(*streams):
@@ -200,12 +244,12 @@ def test_two_hundred_streams_a_lost_front_and_a_slow_reader(
         other = EngineLink(only(engines).state.address, lambda batch: None)
         add = add_message(1, engines.key, [6, 9], GenerationParams(240, ignore_eos=True))
         other.batch().adds.append(add)
-        own = asyncio.create_task(ask(client, **LONG))
+        long = asyncio.create_task(ask(client, **LONG))
         await until(lambda: live(engines) == 2)
         other.close()
         await until(lambda: live(engines) == 1)
         control.write_text("")
-        assert (await own)["usage"]["completion_tokens"] == 240
+        assert (await long)["usage"]["completion_tokens"] == 240
 
         monkeypatch.setattr(answer_module, "MAX_UNREAD_PIECES", 8)
         monkeypatch.setattr(answer_module, "MAX_UNREAD_PIECES_PER_CHOICE", 8)
@@ -259,24 +303,6 @@ def test_a_silent_front_is_forgotten() -> None:
     worker.close()
 
 
-def test_hung_step(folder: Path, control: Path) -> None:
-    """The process is replaced; it is not while it loads, however long that takes."""
-
-    async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
-        control.write_text("slow 0.02")
-        running = asyncio.create_task(ask(client, code=503, **LONG))
-        await until(lambda: with_tokens(engines))
-        control.write_text("slow 600")
-        waiting = asyncio.create_task(ask(client))
-        await until(lambda: not backend.is_healthy)
-        control.write_text("")
-        assert "the engine stopped" in (await running)["error"]["message"]
-        assert (await waiting)["usage"]["completion_tokens"] == 8
-        assert backend.counts.restarts == 1
-
-    in_process(folder, test, step_timeout=3.0)
-
-
 def failure_of(settings: Any) -> str:
     """Why a server with these settings ends."""
     reasons: list[str] = []
@@ -303,26 +329,6 @@ def test_a_process_that_dies_while_it_loads(control: Path) -> None:
     reason = failure_of(SETTINGS)
     assert "cannot be started" in reason and "SIGKILL" in reason
     assert "no memory is left on this GPU" in reason
-
-
-def test_processes_that_die_in_a_row(
-    folder: Path, control: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_supervisor.EngineSupervisor, "max_failures", 3)
-    reasons: list[str] = []
-
-    async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
-        engines.on_failure = reasons.append
-        control.write_text("die")
-        os.kill(only(engines).status.pid, signal.SIGKILL)
-        await until(lambda: not backend.is_healthy)
-        assert (await client.get("/health")).status_code == 503
-        await until(lambda: reasons)
-        assert "3 times in a row" in reasons[0] and "SIGKILL" in reasons[0]
-        assert engines.state == "failed"
-        assert "could not be loaded" in (await ask(client, code=503))["error"]["message"]
-
-    in_process(folder, test)
 
 
 def test_one_of_two_replicas_is_killed(folder: Path, control: Path) -> None:

@@ -145,10 +145,16 @@ def pass_of(table: torch.Tensor, first: int, count: int) -> RowPass:
 
 
 def check_chains(
-    heads: int, window: int | None, sinks: bool, first: int, device: str, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    sinks: bool,
+    first: int,
+    device: str,
+    dtype: torch.dtype,
 ) -> None:
     """A row has the same bits in every block, and in a pass of its own."""
-    d, kv_heads, count = 16, 2, 11
+    d, count = 16, 11
     pages = -(-(first + count) // PAGE)
     caches = some(2, pages * PAGE, kv_heads, d).to(device, dtype)
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).int()[None].to(device)
@@ -167,9 +173,11 @@ def check_chains(
             assert torch.equal(single[0], results[0][i])
 
 
-def check_trees(first: int, window: int | None, device: str, dtype: torch.dtype) -> None:
+def check_trees(
+    kv_heads: int, first: int, window: int | None, device: str, dtype: torch.dtype
+) -> None:
     """A row of a tree has the bits of a chain over its ancestors."""
-    heads, kv_heads, d, nodes = 4, 2, 16, 9
+    heads, d, nodes = 2 * kv_heads, 16, 9
     parents = [-1, 0, 0, 1, 3, 2, 4, 6, 1]
     masks = [1]
     for row in range(1, nodes):
@@ -216,10 +224,13 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     "exact product, splits, odd outputs": partial(check_split_gemm, 100, 256, 4, False),
     "exact product, splits, library": check_vendor_rows,
     "exact gated product": partial(check_gated_gemm, 256, 64),
-    "exact attention": partial(check_chains, 6, None, False, 57),
-    "exact attention, more blocks of keys than splits": partial(check_chains, 2, None, True, 569),
-    "exact attention, window, sinks": partial(check_chains, 4, 20, True, 57),
-    "exact trees": partial(check_trees, 60, None),
-    "exact trees, window": partial(check_trees, 131, 70),
-    "exact trees, first token": partial(check_trees, 0, None),
+    "exact attention": partial(check_chains, 6, 2, None, False, 57),
+    "exact attention, more blocks of keys than splits": partial(
+        check_chains, 1, 1, None, True, 569
+    ),
+    "exact attention, window, sinks": partial(check_chains, 2, 1, 20, True, 57),
+    "exact trees": partial(check_trees, 2, 60, None),
+    "exact trees, window": partial(check_trees, 1, 131, 70),
+    "exact trees, window that ends beside them": partial(check_trees, 1, 66, 3),
+    "exact trees, first token": partial(check_trees, 1, 0, None),
 }

@@ -168,11 +168,14 @@ def check_attention(
     for start, count in zip(starts.tolist(), counts, strict=True):
         padding[start : start + count] = False
     padding = padding.to(device)
-    for splits in (1, 3, 4) if device == "cuda" else (1, 3):
+    # In the interpreter, tests/kernels/test_decode_attention.py has the usual number of splits.
+    for splits in (1, 3, 4) if device == "cuda" else (3,):
         result = paged_attention.paged_attention(*args, params, splits=splits)
         near(result, expected, 4)
         assert (result[padding] == 0).all()
-    filled = paged_attention.paged_attention(*args, params, out=torch.full_like(expected, 7.0))
+    filled = torch.full_like(expected, 7.0)
+    splits = None if device == "cuda" else 1
+    paged_attention.paged_attention(*args, params, out=filled, splits=splits)
     near(filled[~padding], expected[~padding], 4)
     assert (filled[padding] == 7).all()
 

@@ -52,6 +52,8 @@ CONFIGS = {
     "gemma2": lambda: Gemma2Config(**SIZES, **WINDOW, query_pre_attn_scalar=16),
     "gemma3": lambda: Gemma3TextConfig(**SIZES, **WINDOW, query_pre_attn_scalar=16),
 }
+# The engine has a code path for each of these: fused layers, fused experts, transformers' layers.
+ENGINE_PATHS = ("llama", "qwen3-moe", "gemma2")
 OTHER_MIXTURES = {"mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4)}
 LEARNED_POSITIONS = {  # a table with one entry per position of the context, and no more
     "gpt2": lambda: GPT2Config(**SIZES | {"max_position_embeddings": 64}),

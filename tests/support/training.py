@@ -162,6 +162,7 @@ def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
         "draft_vocab": draft_vocab,
         "layers": 2,
         "steps": 30,
+        "pack_tokens": 192,
     }
     settings |= {"init": "target", "save_every": 0} | (RUNGS[rung] if rung else {})
 

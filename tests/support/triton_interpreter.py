@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,3 +19,44 @@ def run_interpreted_tests(*files: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted"]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     return subprocess.run([*command, *files], env=env, capture_output=True, text=True)
+
+
+def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work around an error of Triton's interpreter (3.6), and remove a quarter of its overhead."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        """Let an array of one element be a loop bound: numpy 2.4 refuses int() of it."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+    _patch_once_per_launch(monkeypatch, interpreter)
+
+
+def _patch_once_per_launch(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """Patch the modules of triton.language once per launch, not at each call of a function."""
+    launch = interpreter.GridExecutor.__call__
+    patch_language = interpreter._patch_lang
+    patched: set[frozenset[str]] = set()
+
+    def launch_unpatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    def patch_new_modules(fn: Callable[..., Any]) -> Any:
+        languages = (interpreter.tl, interpreter.tl.core)
+        names = frozenset(
+            value.__name__
+            for value in fn.__globals__.values()
+            if any(value is language for language in languages)
+        )
+        if names in patched:
+            return None  # the scope of the launch restores what it patched
+        patched.add(names)
+        return patch_language(fn)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_new_modules)

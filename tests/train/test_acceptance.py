@@ -91,7 +91,11 @@ KINDS = PLAIN + EXTENDED
 
 @pytest.mark.parametrize(
     ("method", "draft_vocab", "rung", "k"),
-    [*((*kind, k) for kind in PLAIN for k in (1, 3, 5)), *((*kind, 3) for kind in EXTENDED)],
+    [
+        *((*kind, k) for kind in PLAIN for k in (1, 5)),
+        *(pytest.param(*kind, 3, marks=pytest.mark.slow) for kind in PLAIN),
+        *((*kind, 3) for kind in EXTENDED),
+    ],
 )
 def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str, k: int):
     pair = trained(method, draft_vocab, rung)
@@ -201,7 +205,13 @@ def test_answers_end_with_their_document():
     assert answer_spans(packed) == [(1, 3), (4, 6), (7, 8)]
 
 
-@pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
+@pytest.mark.parametrize(
+    ("method", "draft_vocab", "rung"),
+    [  # The drafter with all extensions stands for those with one.
+        pytest.param(*kind, marks=[] if kind[2] in ("", "all") else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_groups_of_anchors_and_packs_do_not_matter(method: Method, draft_vocab: int, rung: str):
     """Neither does the set of K of one call."""
     pair = trained(method, draft_vocab, rung)

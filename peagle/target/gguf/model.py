@@ -103,7 +103,7 @@ def tie_head(model: PreTrainedModel) -> None:
 def initialize_buffers(model: PreTrainedModel) -> None:
     """Compute buffers that no file has, such as the frequencies of RoPE."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        parameter._is_hf_initialized = True
     for module in model.modules():
         own = {name: x for name, x in module.named_buffers(recurse=False) if x.is_meta}
         for name, buffer in own.items():
