@@ -174,8 +174,8 @@ def check_attention(
         near(result, expected, 4)
         assert (result[padding] == 0).all()
     filled = torch.full_like(expected, 7.0)
-    splits = None if device == "cuda" else 1
-    paged_attention.paged_attention(*args, params, out=filled, splits=splits)
+    usual_splits = None if device == "cuda" else 1
+    paged_attention.paged_attention(*args, params, out=filled, splits=usual_splits)
     near(filled[~padding], expected[~padding], 4)
     assert (filled[padding] == 7).all()
 
