@@ -174,8 +174,8 @@ def check_attention(
         near(result, expected, 4)
         assert (result[padding] == 0).all()
     filled = torch.full_like(expected, 7.0)
-    one_split = None if device == "cuda" else 1
-    paged_attention.paged_attention(*args, params, out=filled, splits=one_split)
+    usual_splits = None if device == "cuda" else 1
+    paged_attention.paged_attention(*args, params, out=filled, splits=usual_splits)
     near(filled[~padding], expected[~padding], 4)
     assert (filled[padding] == 7).all()
 

@@ -308,13 +308,13 @@ def test_other_losses_learn(loss: str, tmp_path):
     chains.
     """
     more = {
-        "pack_tokens": 384,
+        "pack_tokens": 192,
         "k": 4,
         "steps": 40,
         "lr": 1e-2,
         "eval_k": 3,
         "held_out": 6,
-        "max_anchors": 100,
+        "max_anchors": 50,
     }
     trainer = start(config_in(tmp_path, loss=loss, **more))
     trainer.evaluate(Journal(trainer.out))
