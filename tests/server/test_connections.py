@@ -191,7 +191,7 @@ def read_all(connection: socket.socket) -> bytes:
 def test_slow_headers_on_a_socket(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if http == "h11":
         monkeypatch.setattr("peagle.server.http.header_limit.find_spec", lambda name: None)
-    with running(make_backend(body_timeout=2.0)) as (_, url):
+    with running(make_backend(body_timeout=4.0)) as (_, url):
         silent = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20)
         again = raw_request(url, "GET /health HTTP/1.1\nhost: 127.0.0.1\nx-a: a")
         assert b" 200 " in again.recv(4096)

@@ -148,7 +148,7 @@ def test_failures_of_its_process(
         monkeypatch.setattr(engine_supervisor.EngineSupervisor, "max_failures", 3)
         await processes_that_die_in_a_row(client, backend, engines, control)
 
-    in_process(folder, test, max_batch=2, step_timeout=3.0)
+    in_process(folder, test, max_batch=2, step_timeout=8.0)
 
 
 async def kill_in_the_middle(
