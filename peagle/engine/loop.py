@@ -4,7 +4,6 @@ On a GPU the device always has work while the host runs. On a CPU there is nothi
 each step is read back at once. So is a step with a grammar: the next masks depend on its tokens.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -13,11 +12,7 @@ from typing import TypeVar
 
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.drafter import Drafter
-from peagle.engine.batch import (
-    BatchEntry,
-    grammar_masks,
-    max_logprobs,
-)
+from peagle.engine.batch import BatchEntry, grammar_masks, max_logprobs
 from peagle.engine.in_flight import InFlightPass
 from peagle.engine.kv.slots import PageTableUpdate
 from peagle.engine.metrics import Metrics
@@ -40,7 +35,6 @@ from peagle.errors import UserError
 from peagle.kernels.cpu.threads import threads_for_kernels
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 class EngineLoop:

@@ -1,4 +1,4 @@
-"""Patience with busy machines; for the page's tests Chromium, and a server without a model."""
+"""Statuses that are never old; for the tests of the page, Chromium and a server without a model."""
 
 import shutil
 from collections.abc import Iterator

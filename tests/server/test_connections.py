@@ -289,8 +289,8 @@ def test_what_a_slow_client_reads_counts_as_progress(clock: list[float]) -> None
             swept.sweep()
             server.sendall(b"x" * 1000)
             client.recv(1000)
-            while delivered_bytes(protocol) < delivered:  # It is acknowledged a little later.
-                time.sleep(0.01)
+            # It is acknowledged a little later.
+            wait_for(lambda count=delivered: delivered_bytes(protocol) == count)
             clock[0] += 8
         swept.sweep()
         assert not protocol.transport.aborted

@@ -20,9 +20,10 @@ def padded_batch(count: int, has_graph: Callable[[int], bool]) -> int:
     A step that is padded more takes a little longer; capturing its graphs takes 100 steps.
     """
     own = batch_bucket(count)
+    if has_graph(own):
+        return own
     limit = max(MAX_PADDED_BATCH, own * 3 // 2)
-    sizes = [own, *(size for size in BATCH_BUCKETS if own < size <= limit)]
-    return next((size for size in sizes if has_graph(size)), own)
+    return next((size for size in BATCH_BUCKETS if own < size <= limit and has_graph(size)), own)
 
 
 def graph_keys(

@@ -127,7 +127,7 @@ class DrafterVersions:
             counted = self._main_counts()
             self._counts[before] = self._count(counted)
             self._counted = counted
-            self._failure = None  # Before the version shows: a report never has both.
+            self._failure = None
             self.version = number
         self._update_engines()
         log_event("drafter swapped", version=number, before=before)

@@ -129,7 +129,7 @@ def test_random_damage_of_recorded_answers() -> None:
     ],
 )
 def test_the_cost_is_linear(name: str, start: str, repeated: str) -> None:
-    """Eight times the text may take sixteen times as long, once: which leaves room for noise."""
+    """Eight times the text takes at most sixteen times as long, in one of three tries."""
 
     def seconds(size: int) -> float:
         text = start + repeated * (size // len(repeated))
