@@ -96,17 +96,17 @@ def test_answers_stay_the_same(kind: str) -> None:
     assert engine.metrics.finished.total() == len(ASKED)
 
 
-def serve_more(engine: Engine) -> bool:
-    ids, settings = ASKED[0]
-    return bool(steps_of(engine.add(ids, **settings)))
-
-
 def test_replaced_from_another_thread() -> None:
     """While the engine's own thread is serving; no swap waits until the engine is idle."""
     each = versions("p-eagle")
     options: dict[str, Any] = {"method": "p-eagle", "k": 4, "thread": True, **TIGHT}
     stopped = threading.Event()
     versions_in_use = []
+
+    def serve_during_three_swaps() -> bool:
+        ids, settings = ASKED[0]
+        steps_of(engine.add(ids, **settings))
+        return len(versions_in_use) >= 3
 
     def replace_often(engine: Engine) -> None:
         for i, drafter in enumerate(cycle([each.second, each.first]), start=1):
@@ -121,7 +121,7 @@ def test_replaced_from_another_thread() -> None:
         streams = [engine.add(ids, **settings) for ids, settings in ASKED]
         thread.start()
         answers = [tokens_of(steps_of(stream)) for stream in streams]
-        wait_for(lambda: len(versions_in_use) >= 3 or not serve_more(engine))
+        wait_for(serve_during_three_swaps)
         stopped.set()
         thread.join()
         engine.check_integrity()
