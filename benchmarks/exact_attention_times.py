@@ -20,7 +20,7 @@ from peagle.kernels.triton.paged_attention import paged_attention
 LAYERS = 4  # whose keys come from memory, as in a step
 REPEATS = 3
 DEPTH = 11  # of trees
-SERIAL_BLOCKS = (0, 1, 2, 4)
+TREE_PROGRAMS = ((True, 4), (True, 8), (False, 4))  # parallel, warps
 
 
 class Pass(NamedTuple):
@@ -76,16 +76,16 @@ class TimedPass:
         """The chosen plan, and others."""
         chosen = self.chosen
         group = self.heads // self.kv_heads
-        others = [AttentionPlan(16 // group, 16, True, warps) for warps in (4, 8)]
+        smallest = AttentionPlan(16 // group, 16, True)
+        others = [smallest._replace(parallel=p, num_warps=w) for p in (True, False) for w in (4, 8)]
+        if self.size.is_tree:
+            counts = [rows for rows in (1, 2, 4) if rows * group <= 16]
+            others = [AttentionPlan(r, 16, p, w) for r in counts for p, w in TREE_PROGRAMS]
         others.append(chosen._replace(parallel=not chosen.parallel))
         if all_plans:
             most = max(16, 2 * self.size.rows * group)
             others += [plan for plan in plans(group) if plan.block_queries <= most]
-        variants = {"exact": chosen} | {str(tuple(plan)[:4]): plan for plan in others}
-        if chosen.parallel and self.size.context < 200:
-            for blocks in SERIAL_BLOCKS:
-                variants[f"serial {blocks}"] = chosen._replace(serial_blocks=blocks)
-        return variants
+        return {"exact": chosen} | {str(tuple(plan)): plan for plan in others}
 
     def attend(self, caches: tuple[Tensor, Tensor], plan: AttentionPlan | None) -> Tensor:
         """None: the fast path."""
@@ -98,7 +98,7 @@ class TimedPass:
 
 
 def time_attention(report: PartReport, all_plans: bool = True) -> None:
-    """Without `all_plans`: the chosen plan, few others, and blocks of keys for one program."""
+    """Without `all_plans`: the chosen plan, and few others."""
     timed = [TimedPass(model, size) for model in ("smollm2", "8b") for size in PASSES]
 
     def run_all() -> None:

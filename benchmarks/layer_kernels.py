@@ -9,7 +9,8 @@ experts those touched, over the bandwidth; and whether they are equal to those o
 
 Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
 words, joined by +, switch on one thing each: `weights` of products load before their inputs exist
-(skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py).
+(skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py);
+`products` and `attention`: those of exact mode (batch_invariant/).
 With `--alike`, the rows of a request are alike and choose the same experts, as those of a draft do.
 `--kernels` lists the mean duration of each kernel in a layer.
 """
@@ -19,6 +20,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,9 +45,15 @@ SKINNY_TILES = skinny_gemm.tile_sizes
 ALIKE_ROWS = tiles.ALIKE_ROWS
 
 
-def switch(variant: str) -> None:
-    """Set the module variables that a variant stands for."""
+def switch(variant: str, target: FusedLlamaTarget) -> None:
+    """Set the module variables and kernels that a variant stands for."""
     words = set(variant.split("+"))
+    target.layers = [
+        replace(layer, attention=replace(layer.attention, batch_invariant="attention" in words))
+        for layer in target.layers
+    ]
+    for weight in (weight for layer in target.layers for weight in layer.weights):
+        weight.use_batch_invariant("products" in words)
     overlaps = "off" not in words
     dependent_launch.supports_dependent_launch = lambda _: overlaps  # type: ignore[assignment]
 
@@ -147,7 +155,7 @@ def measure(
     words = []
     first: Tensor | None = None
     for name in options.variants.split(","):
-        switch(name)
+        switch(name, target)
         outputs: list[Tensor] = []
         graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))  # noqa: B023
         spent = 1e6 * replay_seconds(graph, 20) / len(target.layers)
@@ -174,7 +182,7 @@ def run_shape(shape: str, options: argparse.Namespace) -> None:
 
     def run_all() -> None:
         for (_, passed, kv_cache), variant in itertools.product(cases, options.variants.split(",")):
-            switch(variant)
+            switch(variant, target)
             x = torch.zeros(len(passed.positions), len(target.norm), device="cuda").bfloat16()
             target.run_layers(x, passed, kv_cache)
 

@@ -40,7 +40,8 @@ from peagle.train.data.documents import Documents
 
 PARTS = ("prepare", "baseline", "learn", "report")
 OLD_SETS = ("humaneval", "gsm8k")
-BASELINE_WAVES = 4  # the first one warms up
+BASELINE_WAVES = 6
+WARM_UP_WAVES = 2  # one greedy, one sampled
 DOMAIN_BAR, OLD_BAR, SPEED_BAR = 1.2, 0.98, 0.95
 K = 7
 
@@ -246,10 +247,15 @@ class LearnBars:
                 f"{row['ratio']:>8.3f}{row['bar']:>6}"
             )
         waves = self.rows("learn")
-        baseline = self.rows("baseline")[1:]
-        learning = [row for row in waves[1:] if row["version"] == row["version_after"] == 0]
+        baseline = self.rows("baseline")[WARM_UP_WAVES:]
+        learning = [row for row in waves if row["version"] == row["version_after"] == 0]
+        learning = learning[WARM_UP_WAVES:]
         print(f"tokens/s without learning, greedy and sampled: {speeds(baseline)}")
-        for name, rows in (("version 0, learning", learning), ("the last waves", waves[-4:])):
+        for name, rows in (
+            ("version 0, learning", learning),
+            ("all waves", waves[WARM_UP_WAVES:]),
+            ("the last waves", waves[-4:]),
+        ):
             print(f"tokens/s, {name}: {speeds(rows)}, {speed_ratio(rows, baseline):.3f} x")
         print(f"bar {SPEED_BAR} x; requests lost {sum(row['lost'] for row in waves)}")
 

@@ -15,7 +15,7 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> to
 @pytest.mark.parametrize(
     ("outputs", "inputs", "splits"),
     [
-        (6144, 4096, 1),
+        (6144, 4096, 2),
         (4096, 4096, 2),
         (4096, 14336, 2),
         (28672, 4096, 1),

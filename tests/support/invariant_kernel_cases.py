@@ -25,10 +25,10 @@ PAGE = 16
 PAGES = 16
 PLANS = [
     AttentionPlan(1, 16, True, 4),
-    AttentionPlan(4, 16, True, 4, serial_blocks=0),
+    AttentionPlan(4, 16, True, 4),
     AttentionPlan(4, 16, False, 4),
     AttentionPlan(8, 32, False, 4),
-    AttentionPlan(8, 32, True, 4, serial_blocks=3),
+    AttentionPlan(8, 32, True, 4),
 ]
 
 

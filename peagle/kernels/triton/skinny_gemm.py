@@ -93,7 +93,7 @@ def supports_weight_dtype(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-def num_splits(weight: Tensor, program_outputs: int = ALIGNMENT) -> int:
+def num_splits(weight: Tensor, busy_programs: int = BUSY_PROGRAMS) -> int:
     """The number of programs that split the inputs of one output: the first that is enough."""
     outputs, inputs = weight.shape
     valid = [
@@ -102,8 +102,8 @@ def num_splits(weight: Tensor, program_outputs: int = ALIGNMENT) -> int:
         if splits == 1
         or (inputs % (splits * ALIGNMENT) == 0 and inputs // splits >= MIN_SPLIT_INPUTS)
     ]
-    blocks = outputs // program_outputs
-    return next((splits for splits in valid if splits * blocks >= BUSY_PROGRAMS), valid[-1])
+    blocks = outputs // ALIGNMENT
+    return next((splits for splits in valid if splits * blocks >= busy_programs), valid[-1])
 
 
 if triton is not None:
@@ -271,12 +271,12 @@ def tile_sizes(outputs: int, split_inputs: int, block_t: int, gated: bool) -> Ti
         return TileSizes(64, 64, num_warps=4, num_stages=6)
     if outputs // 64 < 96:
         return TileSizes(16, 64, 2, 8, early_inputs(256 if gated else 512, split_inputs))
-    wide = split_inputs % 128 == 0 and block_t <= 16
+    wide = split_inputs % 128 == 0 and (gated or block_t <= 32)
     block_k = 128 if wide else 64
     if gated:
         return TileSizes(64, block_k, num_warps=4, num_stages=3)
     if block_t > 16:
-        return TileSizes(64, block_k, num_warps=4, num_stages=6)
+        return TileSizes(64, block_k, num_warps=4, num_stages=4 if wide else 6)
     if split_inputs < 1024:
         return TileSizes(64, block_k, 4, 3, early_inputs(512, split_inputs))
     return TileSizes(64, block_k, 4, 4 if wide else 6, early=256)

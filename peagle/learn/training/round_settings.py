@@ -18,7 +18,7 @@ class RoundSettings:
     min_documents: int = 64  # new documents that start a round, held-back ones not counted
     max_tokens: int = 400_000  # of new and older documents of the store in a round
     replay_share: float = 0.3  # fraction of a round's tokens from the replay folder
-    pack_tokens: int = 0  # longer documents are cut to it; 0: 2048 on a GPU, 1024 on a CPU
+    pack_tokens: int = 0  # longer documents are cut to it; 0: 4096 on a GPU, 1024 on a CPU
     epochs: float = 2.0
     optimizer: str = "adamw"
     lr: float = 3e-4

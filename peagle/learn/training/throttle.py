@@ -18,6 +18,7 @@ IDLE_SECONDS = 0.3  # engines are idle for so long before the job continues
 POLL_SECONDS = 0.01
 TERMINATE_SECONDS = 30.0  # a job has this long to finish its step and save its state
 LOWEST_PRIORITY = 19
+COMPILE_THREADS = "2"  # torch.compile uses all cores otherwise, which slows the engines
 PR_SET_PDEATHSIG = 1
 
 
@@ -44,7 +45,11 @@ class ThrottledJob:
         self.nice = nice
         # A group of its own: signals reach the job's workers too.
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=self._prepare
+            command,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=self._prepare,
+            env={"TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS, **os.environ},
         )
         self.stopped = False
 
@@ -79,7 +84,7 @@ class ThrottledJob:
         """Let it finish its step and save its state, then end it; returns the exit code."""
         self.set_running(True)
         if self.exit_code() is None:
-            self._signal(signal.SIGTERM)
+            self.process.terminate()  # Not its workers, which it needs for its last step.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout)
         self._signal(signal.SIGKILL)  # also its workers, if any are left

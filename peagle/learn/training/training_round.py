@@ -58,7 +58,7 @@ from peagle.train.trainer import Trainer
 DEFAULT_DEPTHS = 8  # trained depths of a drafter whose checkpoint does not tell
 CPU_SEGMENT_TOKENS = 256  # tokens of a pack per segment: dense masks of a CPU stay small
 GPU_TIME_SHARE = 0.1  # fraction of time while requests run, if none is given
-PACK_TOKENS = {"cpu": 1024, "cuda": 2048}
+PACK_TOKENS = {"cpu": 1024, "cuda": 4096}
 JUDGED_ANCHORS = {"cpu": 128, "cuda": 1024}  # anchors that are drafted for at once
 MAX_CACHE_BYTES = 1 << 30  # of the target's features on a CPU: later epochs skip the target
 REPLAY_HELD_OUT = 100  # prompts of the replay folder that judge

@@ -42,7 +42,10 @@ if triton is not None:
         SPLITS: tl.constexpr,
         BLOCK_D: tl.constexpr,
     ):
-        """Add the stored splits in their order. The loop is unrolled: loads wait for no sum."""
+        """Add the stored splits in their order. The loop is unrolled: loads wait for no sum.
+
+        A split that is not used changes no bit: the others are scaled by exactly 1.
+        """
         dims = tl.arange(0, BLOCK_D)
         for i in tl.static_range(SPLITS):
             used = row_mask & (i < used_splits)
@@ -56,12 +59,9 @@ if triton is not None:
                 other=0.0,
                 cache_modifier=".cg",
             )
-            new_acc, new_max, new_total = merge_split(
+            acc, max_score, total = merge_split(
                 acc, max_score, total, split_acc, split_max, split_sum
             )
-            acc = tl.where(i < used_splits, new_acc, acc)
-            max_score = tl.where(i < used_splits, new_max, max_score)
-            total = tl.where(i < used_splits, new_total, total)
         return acc, max_score, total
 
     @triton.jit

@@ -18,7 +18,6 @@ MAX_BLOCK_QUERIES = 64
 MAX_BLOCK_QUERIES_FLOAT32 = 32
 PARALLEL_PROGRAMS = 60  # blocks of queries that leave room for a program per split
 SMALL_PROGRAMS = 520  # blocks of queries that are not made larger
-SERIAL_BLOCKS = 2  # blocks of keys that one program reads sooner than several merge their results
 
 
 class AttentionPlan(NamedTuple):
@@ -26,7 +25,6 @@ class AttentionPlan(NamedTuple):
     block_queries: int  # rows x heads of a group, padded
     parallel: bool  # a program for each split
     num_warps: int = 8
-    serial_blocks: int = SERIAL_BLOCKS  # if parallel: up to so many blocks of keys, one program
 
 
 def plan_attention(
@@ -63,7 +61,6 @@ def block_sizes(
         "GROUP": heads // kv_heads,
         "D": d,
         "PARALLEL": plan.parallel,
-        "SERIAL_BLOCKS": plan.serial_blocks,
         **tree_sizes(rows, d, plan.block_rows),
         "BLOCK_ROWS": plan.block_rows,
         "BLOCK_QUERIES": plan.block_queries,
@@ -79,7 +76,8 @@ def tree_sizes(rows: RowPass, d: int, block_rows: int) -> dict[str, int | bool]:
         sizes = {"DEPTH": 0, "MAX_ROWS": 1, "BLOCK_NODES": 16, "BLOCK_LANES": 16}
         return {"TREE": False, "ONE_CHUNK": True, **sizes}
     depth = rows.tree_depth or rows.max_rows - 1
-    lanes = TAIL_LANES if d <= 64 else TAIL_LANES // 2
+    limit = TAIL_LANES if d <= 64 else TAIL_LANES // 2
+    lanes = min(triton.next_power_of_2(block_rows * most_lanes(depth)), limit)
     lanes = max(lanes, triton.next_power_of_2(most_lanes(depth)))  # at least one row
     return {
         "TREE": True,

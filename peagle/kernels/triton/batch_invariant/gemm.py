@@ -328,10 +328,6 @@ def few_rows_tiles(weight: Tensor, rows: int, splits: int) -> TileSizes:
     split_inputs = inputs // splits
     block_k = 128 if split_inputs % 128 == 0 else 64
     wide = TileSizes(64, block_k, num_warps=4, num_stages=4 if block_k == 128 else 6)
-    if rows > 32 or outputs // 64 * splits >= 192 or weight.element_size() == 1:
+    if rows > 32 or outputs // 64 * splits >= BUSY_PROGRAMS // 2 or weight.element_size() == 1:
         return wide
-    if outputs // 32 * splits < 132:
-        return TileSizes(16, 64, 2, 8, early_inputs(512, split_inputs))
-    if rows > 16:
-        return wide
-    return TileSizes(32, block_k, 2, 6, early_inputs(256, split_inputs))
+    return TileSizes(16, 64, 2, 8, early_inputs(512, split_inputs))

@@ -13,8 +13,7 @@ weights of a block are added as integers, because the order of a sum over the ke
 number of queries.
 
 With few blocks of queries, every split has its own program, and the last one to finish merges
-their results; contexts of up to SERIAL_BLOCKS blocks of keys run in one program. With many, every
-program runs over all splits.
+their results. With many, every program runs over all splits.
 
 A row of a draft tree gets the bits of a chain through its ancestors. Blocks that lie entirely
 before the tree are shared by all rows. For the blocks behind them, called the tail, the keys of
@@ -107,7 +106,6 @@ if triton is not None:
         PAGE_SIZE: tl.constexpr,
         SPLITS: tl.constexpr,
         PARALLEL: tl.constexpr,
-        SERIAL_BLOCKS: tl.constexpr,
         SINKS: tl.constexpr,
         TREE: tl.constexpr,
         DEPTH: tl.constexpr,
@@ -168,11 +166,9 @@ if triton is not None:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
         used_splits = tl.minimum(blocks, SPLITS)
         own_splits = used_splits  # of this program
-        merges_later = False
         if PARALLEL:
-            merges_later = blocks > SERIAL_BLOCKS
-            own_splits = tl.where(merges_later, 1, used_splits)
-            if split >= tl.where(merges_later, used_splits, 1):
+            own_splits = 1
+            if split >= used_splits:
                 return
 
         max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
@@ -245,7 +241,7 @@ if triton is not None:
                         ),
                         ONE_CHUNK,
                     )
-                if not merges_later:
+                if not PARALLEL:
                     merged, merged_max, merged_total = merge_split(
                         merged, merged_max, merged_total, acc, max_score, total
                     )
@@ -289,33 +285,29 @@ if triton is not None:
             part = (row * HEADS + head) * SPLITS
             query_blocks = tl.num_programs(2) // SPLITS
             counter = (request * tl.num_programs(1) + tl.program_id(1)) * query_blocks + query_block
-            finished = used_splits - 1
-            if merges_later:
-                split_part = part + split
-                tl.store(max_ptr + split_part, max_score, mask=row_mask)
-                tl.store(sum_ptr + split_part, total, mask=row_mask)
-                tl.store(part_ptr + split_part[:, None] * D + dims[None, :], acc, mask=query_mask)
-                tl.debug_barrier()  # Every thread has stored.
-                finished = tl.atomic_add(counters_ptr + counter, 1)
-            if finished < used_splits - 1:
+            split_part = part + split
+            tl.store(max_ptr + split_part, max_score, mask=row_mask)
+            tl.store(sum_ptr + split_part, total, mask=row_mask)
+            tl.store(part_ptr + split_part[:, None] * D + dims[None, :], acc, mask=query_mask)
+            tl.debug_barrier()  # Every thread has stored.
+            if tl.atomic_add(counters_ptr + counter, 1) < used_splits - 1:
                 return
-            if merges_later:
-                tl.store(counters_ptr + counter, 0)  # for the next launch
-                merged, merged_max, merged_total = load_splits(
-                    part_ptr,
-                    max_ptr,
-                    sum_ptr,
-                    part,
-                    used_splits,
-                    row_mask,
-                    query_mask,
-                    merged,
-                    merged_max,
-                    merged_total,
-                    D,
-                    SPLITS,
-                    BLOCK_D,
-                )
+            tl.store(counters_ptr + counter, 0)  # for the next launch
+            merged, merged_max, merged_total = load_splits(
+                part_ptr,
+                max_ptr,
+                sum_ptr,
+                part,
+                used_splits,
+                row_mask,
+                query_mask,
+                merged,
+                merged_max,
+                merged_total,
+                D,
+                SPLITS,
+                BLOCK_D,
+            )
         result = merged / tl.maximum(merged_total, 1e-9)[:, None]
         tl.store(
             out_ptr + row[:, None] * stride_o_row + head[:, None] * stride_o_head + dims[None, :],

@@ -7,18 +7,18 @@ are added in their order, in float32:
     weight [4096, 14336], S = 2    (inputs 0 .. 7167) + (inputs 7168 .. 14335), then rounded
 
 S follows from the matrix alone, so that a row has the same bits in any batch. It is the smallest
-that gives BUSY_PROGRAMS programs of PROGRAM_OUTPUTS outputs each, with at least 512 inputs
+that gives BUSY_PROGRAMS programs of 64 outputs each, with at least 512 inputs
 (skinny_gemm.num_splits):
 
     outputs  inputs    programs    S
-       6144    4096         192    1    192 are enough
-       4096    4096         128    2    2 x 128
-       4096   14336         128    2
-        576     576          18    1    too few inputs
-        576    1536          18    3    too few programs, but at most 1536 / 512 ranges
+       6144    4096          96    2    2 x 96
+       4096    4096          64    2    2 x 64 are enough
+       4096   14336          64    2
+        576     576           9    1    too few inputs
+        576    1536           9    3    too few programs, but at most 1536 / 512 ranges
 
-More splits than needed cost time with many rows, where the partial sums are read and written once
-more. Weights in 8 bits are not split.
+The fast path wants more programs. More splits than needed cost time with many rows, where the
+partial sums are read and written once more. Weights in 8 bits are not split.
 """
 
 import torch
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from peagle.kernels.triton import skinny_gemm
 
-PROGRAM_OUTPUTS = 32  # With 64, matrices have the splits of the fast path.
+BUSY_PROGRAMS = 128  # programs that keep a GPU busy
 
 
 def num_splits(weight: Tensor) -> int:
     """The number of ranges of inputs; 1: the matrix is not split."""
-    return 1 if weight.element_size() == 1 else skinny_gemm.num_splits(weight, PROGRAM_OUTPUTS)
+    return 1 if weight.element_size() == 1 else skinny_gemm.num_splits(weight, BUSY_PROGRAMS)
 
 
 def add_splits(product: Tensor, dtype: torch.dtype) -> Tensor:
