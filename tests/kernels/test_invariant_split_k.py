@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from peagle.kernels.triton import skinny_gemm
 from peagle.kernels.triton.batch_invariant import gemm, split_k
 
 
@@ -34,16 +35,27 @@ def test_weights_in_8_bits_are_not_split() -> None:
     assert split_k.num_splits(matrix(4096, 14336, torch.int8)) == 1
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("block_t", [16, 32, 64])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (576, 1536), (49152, 768)])
-def test_tiles_fill_the_range_of_a_chain(shape: tuple[int, int], splits: int, rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_tiles_fill_the_range_of_a_chain(
+    shape: tuple[int, int], splits: int, block_t: int, dtype: torch.dtype
+) -> None:
     """Weights that are loaded early, and whole blocks before them."""
-    tiles = gemm.few_rows_tiles(matrix(*shape), rows, splits)
-    split_inputs = shape[1] // splits
-    assert shape[0] % tiles.block_n == 0
-    assert tiles.early <= split_inputs
-    assert (split_inputs - tiles.early) % tiles.block_k == 0
+    outputs, inputs = shape
+    tiles = gemm.few_rows_tiles(matrix(*shape, dtype), splits)
+    if tiles is None:
+        tiles = skinny_gemm.tile_sizes(outputs * splits, inputs // splits, block_t, gated=False)
+    assert outputs % tiles.block_n == 0
+    assert tiles.early <= inputs // splits
+    assert (inputs // splits - tiles.early) % tiles.block_k == 0
+
+
+def test_weights_in_8_bits_have_wide_tiles() -> None:
+    """Narrow ones take the inputs in another order."""
+    tiles = gemm.few_rows_tiles(matrix(576, 1536, torch.int8), 1)
+    assert tiles is not None and tiles.block_n == 64
 
 
 def test_partial_sums_are_added_in_their_order() -> None:

@@ -32,7 +32,7 @@ def attend(
 ) -> Tensor:
     """query [T, heads, d]; key_cache, value_cache [slots, kv_heads, d] -> [T, heads, d]."""
     if params.batch_invariant:
-        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         return invariant_attention(query, key_cache, value_cache, rows, params, out, split_counters)
     if query.is_cuda or params.softcap is not None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -16,8 +16,12 @@ TAIL_LANES = 128  # keys of tree rows that are gathered at once
 # With 64 queries, Triton uses another tensor-core instruction (wgmma) than with fewer.
 MAX_BLOCK_QUERIES = 64
 MAX_BLOCK_QUERIES_FLOAT32 = 32
-PARALLEL_PROGRAMS = 60  # blocks of queries that leave room for a program per split
+PARALLEL_PROGRAMS = 100  # blocks of queries that leave room for a program per split
+WIDE_PROGRAMS = 16  # blocks of queries whose programs have 8 warps
 SMALL_PROGRAMS = 520  # blocks of queries that are not made larger
+TREE_BLOCK_ROWS = 4  # whose lanes are one chunk
+TREE_BLOCK_QUERIES = 32
+SMALL_TREE_PROGRAMS = 400  # blocks of a tree's queries that are not made larger
 
 
 class AttentionPlan(NamedTuple):
@@ -36,14 +40,20 @@ def plan_attention(
     blocks share the keys that they read.
     """
     smallest = max(MIN_BLOCK_QUERIES, triton.next_power_of_2(group))
-    programs = heads_in_batch * triton.cdiv(max_rows, smallest // group)
+    block_rows = smallest // group
+    if is_tree:
+        block_rows = min(block_rows, TREE_BLOCK_ROWS)
+    programs = heads_in_batch * triton.cdiv(max_rows, block_rows)
     if programs <= PARALLEL_PROGRAMS:
-        block_rows = smallest // group
-        if is_tree and block_rows > 4:
-            block_rows = 4  # whose lanes are one chunk
-        return AttentionPlan(block_rows, smallest, True, 4 if is_tree else 8)
+        warps = 8 if programs <= WIDE_PROGRAMS and not is_tree else 4
+        return AttentionPlan(block_rows, smallest, True, warps)
+    if is_tree and programs <= SMALL_TREE_PROGRAMS:
+        return AttentionPlan(block_rows, smallest, False, 4)
+    if is_tree:
+        queries = max(smallest, TREE_BLOCK_QUERIES)
+        return AttentionPlan(queries // group, queries, False, 4)
     most = MAX_BLOCK_QUERIES if query.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
-    wanted = 32 if is_tree else 16
+    wanted = 16
     while programs > SMALL_PROGRAMS and wanted < min(most, max_rows * group):
         wanted *= 2
         programs = heads_in_batch * triton.cdiv(max_rows, max(wanted // group, 1))

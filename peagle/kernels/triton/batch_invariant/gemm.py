@@ -28,7 +28,6 @@ from peagle.kernels.triton.launch.dependent_launch import launch_options
 from peagle.kernels.triton.skinny_gemm import (
     ALIGNMENT,
     TileSizes,
-    early_inputs,
     gated_skinny_gemm,
     skinny_gemm,
     supports_skinny_gemm,
@@ -228,8 +227,7 @@ def invariant_gemm(
     splits = splits or num_splits(weight)
     rows, outputs = len(x), len(weight)
     if tiles is None and parallel is not False and supports_skinny_gemm(x, weight):
-        few_rows = few_rows_tiles(weight, rows, splits)
-        return skinny_gemm(x, weight, bias, scales, few_rows, splits)
+        return skinny_gemm(x, weight, bias, scales, few_rows_tiles(weight, splits), splits)
     tiles = tiles or tile_sizes(split_tiles(splits, parallel), rows, outputs)
     if parallel is None:
         parallel = tile_count(tiles, rows, outputs) < BUSY_PROGRAMS
@@ -319,15 +317,9 @@ def split_tiles(splits: int, parallel: bool | None) -> tuple[GemmTiles, ...]:
     return TILES[1:] if splits == 2 and not parallel else TILES[2:]
 
 
-def few_rows_tiles(weight: Tensor, rows: int, splits: int) -> TileSizes:
-    """Tiles of skinny_gemm.py. For few rows, narrow ones keep the GPU busy where wide ones are few.
-
-    Programs that are on the GPU at once load weights while they wait for their rows.
-    """
-    outputs, inputs = weight.shape
-    split_inputs = inputs // splits
-    block_k = 128 if split_inputs % 128 == 0 else 64
-    wide = TileSizes(64, block_k, num_warps=4, num_stages=4 if block_k == 128 else 6)
-    if rows > 32 or outputs // 64 * splits >= BUSY_PROGRAMS // 2 or weight.element_size() == 1:
-        return wide
-    return TileSizes(16, 64, 2, 8, early_inputs(512, split_inputs))
+def few_rows_tiles(weight: Tensor, splits: int) -> TileSizes | None:
+    """Tiles of skinny_gemm.py: None for its own choice, wide ones for weights in 8 bits."""
+    if weight.element_size() > 1:
+        return None
+    block_k = 128 if weight.shape[1] // splits % 128 == 0 else 64
+    return TileSizes(64, block_k, num_warps=4, num_stages=4 if block_k == 128 else 6)
