@@ -6,7 +6,8 @@
 `equal`: prompts of humaneval and gsm8k, greedy and sampled with seeds, arriving one after another,
 with a prefix cache and with pages for half of the requests, for K = 7, K = 11, a tree of 31 nodes
 and adaptive drafting; every load twice. `shape`: a target with random weights, which has many near
-ties. `price`: tokens per second of the fast mode and of exact mode at 1, 8 and 64 requests.
+ties. `price`: tokens per second of the fast mode and of exact mode at 1, 8 and 64 requests, and
+milliseconds per step: the answers of both modes differ, and so do their acceptance lengths.
 Results are printed as they come and written to OUT/exact_load.json.
 """
 
@@ -95,8 +96,21 @@ def answer(engine: Engine, asked: list[Asked], concurrency: int) -> tuple[list[l
     return [tokens_of(stream) for stream in streams], seconds
 
 
-def throughput(engine: Engine, asked: list[Asked], concurrency: int) -> float:
-    """Tokens per second with always so many requests."""
+@dataclass(frozen=True)
+class Speed:
+    tokens_per_second: float
+    length: float  # tokens per step of a request
+    step_ms: float  # of all requests together
+
+    @classmethod
+    def of(cls, streams: list[Stream], seconds: float, concurrency: int) -> "Speed":
+        counts = [len(piece.step.tokens) for s in streams for piece in s if piece.step]
+        steps = max(len(counts), 1)
+        return cls(sum(counts) / seconds, sum(counts) / steps, 1000 * seconds * concurrency / steps)
+
+
+def measure(engine: Engine, asked: list[Asked], concurrency: int) -> Speed:
+    """With always so many requests."""
     waiting = list(reversed(asked))
     streams: list[Stream] = []
     started = time.perf_counter()
@@ -105,8 +119,7 @@ def throughput(engine: Engine, asked: list[Asked], concurrency: int) -> float:
             request = waiting.pop()
             streams.append(engine.add(request.ids, **request.options))
         engine.step()
-    seconds = time.perf_counter() - started
-    return sum(len(tokens_of(stream)) for stream in streams) / seconds
+    return Speed.of(streams, time.perf_counter() - started, concurrency)
 
 
 def real_requests(pair: LoadedPair, options: argparse.Namespace) -> list[Asked]:
@@ -240,9 +253,9 @@ def price_part(
         greedy = real_requests(pair, options)
         asked = greedy[: len(greedy) // 2]
         random.Random(1).shuffle(asked)
-        draftings = (NONE, Drafting("p-eagle", 7), Drafting("p-eagle", "auto", 31))
+        draftings = (NONE, Drafting("p-eagle", 7), *DRAFTINGS[-2:])
     for drafting in draftings:
-        speeds: dict[tuple[bool, int], float] = {}
+        speeds: dict[tuple[bool, int], Speed] = {}
         for exact in (False, True):
             if not report.has_time:
                 return
@@ -250,24 +263,31 @@ def price_part(
             engine.warm_up()
             if forced and drafting != NONE:
                 engine.force_acceptance(ACCEPTANCE)
-            throughput(engine, asked[:8], 8)
+            measure(engine, asked[:8], 8)
             for load_size in LOADS:
                 count = {1: 8, 8: 32, 64: 128}[load_size]
                 repeated = [asked[i % len(asked)] for i in range(count)]
-                runs = [throughput(engine, repeated, load_size) for _ in range(2)]
-                speeds[exact, load_size] = max(runs)
+                runs = [measure(engine, repeated, load_size) for _ in range(2)]
+                speeds[exact, load_size] = max(runs, key=lambda run: run.tokens_per_second)
             modes = engine.status()["k_reason"]
             engine.close()
         report.add(
             price=name,
             drafting=drafting.name,
-            fast=[round(speeds[False, size]) for size in LOADS],
-            exact=[round(speeds[True, size]) for size in LOADS],
-            percent=[
-                round(100 * (1 - speeds[True, size] / speeds[False, size]), 1) for size in LOADS
-            ],
+            fast=[round(speeds[False, size].tokens_per_second) for size in LOADS],
+            exact=[round(speeds[True, size].tokens_per_second) for size in LOADS],
+            percent=[price(speeds, size, "tokens_per_second") for size in LOADS],
+            step_percent=[-price(speeds, size, "step_ms") for size in LOADS],
+            fast_length=[round(speeds[False, size].length, 2) for size in LOADS],
+            exact_length=[round(speeds[True, size].length, 2) for size in LOADS],
             last_choice=modes,
         )
+
+
+def price(speeds: dict[tuple[bool, int], Speed], load_size: int, name: str) -> float:
+    """The percentage by which a figure of exact mode is smaller."""
+    fast, exact = (getattr(speeds[mode, load_size], name) for mode in (False, True))
+    return round(100 * (1 - exact / fast), 1)
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def attend(heads: tuple[int, int, int], rows: RowPass) -> Tensor:
 
 def main() -> None:
     compiled = CompiledKernels()
-    paged_attention.tree_paths = lambda rows: rows.positions.int()
+    paged_attention.tree_lanes = lambda rows: rows.positions.int()
     for name, (n, k) in MATRICES.items():
         weight = torch.empty(n, k, dtype=torch.bfloat16)
         for rows in ROW_COUNTS:

@@ -7,7 +7,8 @@ pytest.importorskip("triton")
 
 from peagle.draft_shape import MAX_TREE_NODES
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.batch_invariant.attention_plan import most_lanes, tree_sizes
+from peagle.kernels.triton.batch_invariant.attention_plan import tree_sizes
+from peagle.kernels.triton.batch_invariant.tree_lanes import most_lanes
 
 
 @pytest.mark.parametrize("d", [64, 80, 128])

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import add_norm, paged_attention, skinny_gemm, swiglu
-from peagle.kernels.triton.batch_invariant import gemm, split_k, tree_paths, vendor_gemm
+from peagle.kernels.triton.batch_invariant import gemm, split_k, tree_lanes, vendor_gemm
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from tests.support.comparing import near, some
@@ -191,7 +191,7 @@ def check_trees(
     rows.positions = first + torch.tensor(depths, device=device)
     rows.tree_masks = torch.tensor(masks, device=device)
     rows.tree_depth = max(depths)
-    assert torch.equal(tree_paths.tree_paths(rows), tree_paths.reference(rows.tree_masks, nodes))
+    assert torch.equal(tree_lanes.tree_lanes(rows), tree_lanes.reference(rows))
     with chained_products():
         results = [attend(query, caches, rows, params, plan) for plan in PLANS]
         assert all(torch.equal(result, results[0]) for result in results)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.batch_invariant.tree_lanes import num_lanes
 
 try:
     import triton
@@ -83,22 +84,17 @@ def block_sizes(
 
 def tree_sizes(rows: RowPass, d: int, block_rows: int) -> dict[str, int | bool]:
     if rows.tree_masks is None:
-        sizes = {"DEPTH": 0, "MAX_ROWS": 1, "BLOCK_NODES": 16, "BLOCK_LANES": 16}
+        sizes = {"DEPTH": 0, "LANES": 16, "BLOCK_NODES": 16, "BLOCK_LANES": 16}
         return {"TREE": False, "ONE_CHUNK": True, **sizes}
-    depth = rows.tree_depth or rows.max_rows - 1
+    lanes = num_lanes(rows)
     limit = TAIL_LANES if d <= 64 else TAIL_LANES // 2
-    lanes = min(triton.next_power_of_2(block_rows * most_lanes(depth)), limit)
-    lanes = max(lanes, triton.next_power_of_2(most_lanes(depth)))  # at least one row
+    block_lanes = min(triton.next_power_of_2(block_rows * lanes), limit)
+    block_lanes = max(block_lanes, triton.next_power_of_2(lanes))  # at least one row
     return {
         "TREE": True,
-        "ONE_CHUNK": block_rows * most_lanes(depth) <= lanes,
-        "DEPTH": depth,
-        "MAX_ROWS": rows.max_rows,
+        "ONE_CHUNK": block_rows * lanes <= block_lanes,
+        "DEPTH": rows.tree_depth or rows.max_rows - 1,
+        "LANES": lanes,
         "BLOCK_NODES": max(16, triton.next_power_of_2(rows.max_rows)),
-        "BLOCK_LANES": lanes,
+        "BLOCK_LANES": block_lanes,
     }
-
-
-def most_lanes(depth: int) -> int:
-    """Keys of a row in groups of 16, from the group of the root on, wherever that begins."""
-    return (15 + depth + 16) // 16 * 16

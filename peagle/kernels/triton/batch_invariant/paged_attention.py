@@ -40,7 +40,7 @@ from peagle.kernels.triton.batch_invariant.attention_plan import (
     block_sizes,
     plan_attention,
 )
-from peagle.kernels.triton.batch_invariant.tree_paths import tree_paths
+from peagle.kernels.triton.batch_invariant.tree_lanes import tree_lanes
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 from peagle.kernels.triton.paged_attention import UNSEEN_SCORE
 
@@ -82,7 +82,7 @@ if triton is not None:
         sinks_ptr,
         positions_ptr,
         masks_ptr,
-        paths_ptr,
+        lanes_ptr,
         out_ptr,
         part_ptr,
         max_ptr,
@@ -109,7 +109,7 @@ if triton is not None:
         SINKS: tl.constexpr,
         TREE: tl.constexpr,
         DEPTH: tl.constexpr,
-        MAX_ROWS: tl.constexpr,
+        LANES: tl.constexpr,
         BLOCK_NODES: tl.constexpr,
         BLOCK_LANES: tl.constexpr,
         ONE_CHUNK: tl.constexpr,
@@ -222,7 +222,7 @@ if triton is not None:
                         TailCache(
                             keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr, table_end
                         ),
-                        TailTree(positions_ptr, masks_ptr, paths_ptr, row_start, row_count, first),
+                        TailTree(positions_ptr, masks_ptr, lanes_ptr, row_start, row_count, first),
                         TailRows(first_row, end_row, local_row, row_mask, position, window),
                         low_block + block,
                         scale,
@@ -235,7 +235,7 @@ if triton is not None:
                             BLOCK_KEYS,
                             BLOCK_D,
                             DEPTH,
-                            MAX_ROWS,
+                            LANES,
                             BLOCK_NODES,
                             BLOCK_LANES,
                         ),
@@ -372,7 +372,7 @@ def _launch(
         query if params.sinks is None else params.sinks,
         rows.positions,
         rows.tree_masks,
-        tree_paths(rows) if rows.tree_masks is not None else None,
+        tree_lanes(rows) if rows.tree_masks is not None else None,
         out,
         *split_buffers(out, programs),
         counters,

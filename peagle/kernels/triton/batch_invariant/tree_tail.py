@@ -40,11 +40,11 @@ class TailCache(NamedTuple):
 
 
 class TailTree(NamedTuple):
-    """The draft tree of one request: its rows, and the ancestors of each."""
+    """The draft tree of one request: its rows, and where the keys of each are stored."""
 
     positions_ptr: Any
     masks_ptr: Any
-    paths_ptr: Any
+    lanes_ptr: Any  # see tree_lanes.py
     row_start: Any
     row_count: Any
     first: Any  # the position of the root
@@ -69,7 +69,7 @@ class TailSizes(NamedTuple):
     BLOCK_KEYS: Any
     BLOCK_D: Any
     DEPTH: Any
-    MAX_ROWS: Any
+    LANES: Any
     BLOCK_NODES: Any
     BLOCK_LANES: Any
 
@@ -113,20 +113,23 @@ if triton is not None:
         """Keys and values of a few rows, `lanes` of each, and which query sees them."""
         index = tl.arange(0, sizes.BLOCK_LANES)
         lane_row = index // lanes
-        lane_position = tree.first // 16 * 16 + index % lanes
-        depth = lane_position - tree.first
+        lane = index % lanes
+        lane_position = tree.first // 16 * 16 + lane
         tail_row = chunk_start + lane_row
         is_lane = lane_row < sizes.BLOCK_LANES // lanes
         is_lane = is_lane & (lane_position // sizes.BLOCK_KEYS == block)
         is_lane = is_lane & (tail_row < rows.end_row)
-        in_tree = is_lane & (depth >= 0) & (depth < sizes.MAX_ROWS)
-        path_ptr = tree.paths_ptr + (tree.row_start + tail_row) * sizes.MAX_ROWS + depth
-        ancestor = tl.load(path_ptr, mask=in_tree, other=0)
-        kv_position = tl.where(in_tree, tree.first + ancestor, lane_position)
-        is_lane = is_lane & (kv_position < cache.table_end)
-        keys, values = _load_tail(cache, kv_position, is_lane, sizes)
+        lane_ptr = tree.lanes_ptr + (tree.row_start + tail_row) * sizes.LANES + lane
+        slot = tl.load(lane_ptr, mask=is_lane, other=-1)
+        is_lane = is_lane & (slot >= 0)
+        dims = tl.arange(0, sizes.BLOCK_D)
+        mask = is_lane[:, None] & (dims < sizes.D)[None, :]
+        slot = slot.to(tl.int64)[:, None]
+        keys_ptr = cache.keys_ptr + slot * cache.stride_k_slot + dims[None, :]
+        keys = tl.load(keys_ptr, mask=mask, other=0.0)
+        values_ptr = cache.values_ptr + slot * cache.stride_v_slot + dims[None, :]
+        values = tl.load(values_ptr, mask=mask, other=0.0)
         is_own = (tail_row[None, :] == rows.local_row[:, None]) & is_lane[None, :]
-        is_own = is_own & (lane_position[None, :] <= rows.position[:, None])
         is_own = is_own & (lane_position[None, :] > rows.position[:, None] - rows.window)
         return keys, values, is_own
 
