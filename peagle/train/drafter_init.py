@@ -28,7 +28,7 @@ MAY_DIFFER = (
     "calibration",
 )
 # Parts that an earlier drafter may lack.
-MAY_LACK = ("inject", "dependency", "confidence", "convolution")
+MAY_LACK = ("inject", "dependency", "confidence", "convolution", "refinement")
 
 
 def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) -> Drafter:
@@ -46,6 +46,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         inject=config.inject,
         bidirectional=config.bidirectional,
         convolution=config.convolution,
+        refinement=config.refinement,
         sliding_window=config.window,
         dependency=config.dependency,
         confidence=config.confidence,
@@ -64,7 +65,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
     if config.train_embeddings:
         drafter.make_embeddings_trainable()
     drafter.train().requires_grad_(not config.freeze)
-    for part in filter(None, (drafter.dependency, drafter.confidence)):
+    for part in filter(None, (drafter.refinement, drafter.dependency, drafter.confidence)):
         part.requires_grad_(True)
     return drafter
 

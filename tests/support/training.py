@@ -138,10 +138,12 @@ RUNGS: dict[str, dict[str, int | bool]] = {
     "bidirectional": {"bidirectional": True},
     "dependency": {"dependency": 8},
     "convolution": {"convolution": True},
+    "refinement": {"refinement": 2},
     "all": {
         "inject": True,
         "bidirectional": True,
         "convolution": True,
+        "refinement": 1,
         "dependency": 8,
         "confidence": True,
     },

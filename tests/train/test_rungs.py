@@ -124,7 +124,8 @@ def test_folders_of_before_still_load(target: Target, tmp_path: Path) -> None:
     compact.save(drafter, tmp_path / "d", target)
     file = tmp_path / "d" / "config.json"
     config = json.loads(file.read_text())
-    for key in ("inject", "bidirectional", "dependency", "confidence", "calibration"):
+    keys = ("inject", "bidirectional", "convolution", "refinement", "dependency", "confidence")
+    for key in (*keys, "calibration"):
         del config[key]
     file.write_text(json.dumps(config))
     assert checkpoint.load(tmp_path / "d", target).config == drafter.config
@@ -257,17 +258,29 @@ def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Tar
     [
         *(
             (
-                {"method": "eagle3", name: 1 if name == "dependency" else True},
+                {"method": "eagle3", name: 1 if name in ("dependency", "refinement") else True},
                 f"{name} needs a p-eagle drafter",
             )
-            for name in ("inject", "bidirectional", "convolution", "dependency", "confidence")
+            for name in (
+                "inject",
+                "bidirectional",
+                "convolution",
+                "refinement",
+                "dependency",
+                "confidence",
+            )
         ),
         ({"dependency": 257}, "dependency is 257"),
         ({"dependency": -1}, "dependency is -1"),
         ({"dependency_drop": 1.5}, "dependency_drop is 1.5"),
         ({"on_policy": 1.0}, r"on_policy is 1.0: it must be in \[0, 1\)"),
         ({"intermediate_size": -8}, "intermediate_size is -8: it must be 0 or more"),
-        ({"freeze": True, "init": "some/folder"}, "freeze trains a dependency or a confidence"),
+        ({"refinement": 3}, r"refinement is 3: it must be in 0\.\.2"),
+        ({"refinement": -1}, "refinement is -1"),
+        (
+            {"freeze": True, "init": "some/folder"},
+            "freeze trains a refinement, a dependency or a confidence",
+        ),
         ({"freeze": True, "dependency": 8}, "init to that drafter's folder"),
         (
             {"freeze": True, "dependency": 8, "init": "x", "train_embeddings": True},

@@ -25,6 +25,7 @@ from peagle.drafter.replacement import copy_weights
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.draft_confidence import draft_confidence
 from peagle.engine.model.fused_llama import FusedLlamaDrafter
+from peagle.engine.model.fused_refinement import FusedRefinement
 from peagle.engine.model.weight import Weight
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.argmax import argmax
@@ -51,6 +52,9 @@ class DraftRunner:
         self.kv_cache = kv_cache
         self.quantized = False
         self.layers = FusedLlamaDrafter(drafter, first_layer, length)
+        self.refinement: FusedRefinement | None = None
+        if drafter.refinement is not None:
+            self.refinement = FusedRefinement(drafter, drafter.refinement)
         self.parallel = config.method == "p-eagle"
         # g [T, taps * d] -> hidden input [T, d]
         self.fc: Callable[[Tensor], Tensor] = drafter.combine_hidden_states
@@ -106,6 +110,8 @@ class DraftRunner:
         """Multiply in int8 from now on."""
         self.quantized = True
         self.layers.quantize()
+        if self.refinement is not None:
+            self.refinement.quantize()
         self.lm_head.quantize()
         if isinstance(self.fc, Weight):
             self.fc.quantize()
@@ -165,10 +171,27 @@ class DraftRunner:
         `sampled`: the rows that predict a draft, [B * K] with P-EAGLE, [B] with EAGLE-3.
         """
         if self.parallel:
-            return self.draft_parallel(normed[sampled], shape, slots, trees)
+            refined = self.refine(normed[sampled], verified.newest, shape.k)
+            return self.draft_parallel(refined, shape, slots, trees)
         drafts = self.draft_sequential(normed, residual, sampled, verified, shape.k)
         trees.chain[slots, : shape.k] = drafts
         return None
+
+    def refine(self, normed: Tensor, newest: Tensor, k: int) -> Tensor:
+        """The sampled rows [B * K, d] after the passes of the refinement (drafter/refinement.py).
+
+        newest [B]: the newest token of each request.
+        """
+        if self.refinement is None:
+            return normed
+        refined = normed
+        for _ in range(self.drafter.config.refinement):
+            previous = newest[:, None]
+            if k > 1:
+                known = refined.unflatten(0, (-1, k))[:, :-1].flatten(0, 1)
+                previous = torch.cat([previous, self.greedy_ids(known).view(-1, k - 1)], 1)
+            refined = self.refinement(normed, previous.flatten(), k)
+        return refined
 
     def draft_parallel(
         self, normed: Tensor, shape: DraftShape, slots: Tensor, trees: DraftTrees

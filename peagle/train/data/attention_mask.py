@@ -71,6 +71,13 @@ class RowSet:
         """The same rows without a sliding window, as the target sees them."""
         return replace(self, first_visible=self.doc_start)
 
+    @property
+    def in_blocks(self) -> "RowSet":
+        """The same rows, each of which sees its own chain up to itself, and of the context its
+        anchor: the block that decoding drafts there (drafter/refinement.py).
+        """
+        return replace(self, first_visible=self.anchor, visible_depth=self.depth)
+
 
 Mask = Tensor | BlockMask
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # flex attention's mask_mod
