@@ -84,7 +84,8 @@ class Block(nn.Module):
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding of x [R, heads, head_dim], rotate-half convention.
 
-    With fewer angles than dimensions, the dimensions behind them do not rotate (Phi-4-mini).
+    With fewer angles than dimensions, the dimensions behind them do not rotate (Phi-4-mini). The
+    angles may have a wider dtype than x, under autocast.
     """
     cos, sin = rope
     rotated_dims = cos.shape[-1]
@@ -92,4 +93,4 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
         rotated = rotate(x[..., :rotated_dims], rope)
         return torch.cat([rotated, x[..., rotated_dims:]], -1)
     left, right = x.chunk(2, -1)
-    return x * cos + torch.cat([-right, left], -1) * sin
+    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)

@@ -12,6 +12,7 @@ from peagle.errors import UserError
 from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
 from peagle.target import Target
+from peagle.train.objective.passes import DrafterPasses, PassCache
 from tests.support.decoding import tokens_of
 from tests.support.engines import K, engine_of, pair_of, serve
 from tests.support.tiny_models import AUX, make_drafter
@@ -77,6 +78,15 @@ def test_a_row_depends_on_its_block_up_to_itself(target: Target) -> None:
     differs = (drafter.refine(changed, newest) - refined).abs().amax(-1) > 1e-4
     assert differs.tolist() == [[False] * 3 + [True] * 2, [False] * 5, [False] * 5]
     assert not torch.allclose(drafter.refine(normed, newest + 1)[:, 0], refined[:, 0])
+
+
+def test_training_attends_in_one_dtype(target: Target) -> None:
+    """Flex attention takes no others; the angles are wider than the rows under autocast."""
+    drafter = shaken(make_drafter(target, "p-eagle", 1, refinement=1))
+    normed, newest = (x[:, 0] if x.ndim > 1 else x for x in some_rows(drafter))
+    passes = DrafterPasses(drafter, torch.bfloat16)
+    _, cache = passes("refine_context", normed, newest, PassCache((), ()))
+    assert [x.dtype for x in cache.tensors] == [torch.bfloat16] * 2
 
 
 def test_wrong_numbers_of_passes(target: Target) -> None:
