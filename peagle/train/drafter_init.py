@@ -157,7 +157,10 @@ def init_from_drafter(drafter: Drafter, folder: Path, target: Target) -> None:
         name = field.name
         new = getattr(drafter.config, name)
         old = getattr(earlier.config, name)
-        if name not in MAY_DIFFER and new != old and not (name in MAY_LACK and not old):
+        # Any number of passes of a refinement has the same weights.
+        is_compatible = not old if name in MAY_LACK else name in MAY_DIFFER
+        is_compatible |= name == "refinement" and bool(old and new)
+        if new != old and not is_compatible:
             raise UserError(
                 f"cannot initialize from {folder}: its {name} is {old}, this run's is {new}"
             )

@@ -2,12 +2,14 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from peagle.core import Sampling
 from peagle.drafter import Drafter
+from peagle.drafter.formats import compact
 from peagle.errors import UserError
 from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
@@ -16,7 +18,7 @@ from peagle.train.objective.passes import DrafterPasses, PassCache
 from tests.support.decoding import tokens_of
 from tests.support.engines import K, engine_of, pair_of, serve
 from tests.support.tiny_models import AUX, make_drafter
-from tests.support.training import prompts, trained
+from tests.support.training import make_run, prompts, some_answers, some_config, trained
 
 BLOCK = 5
 
@@ -95,6 +97,24 @@ def test_wrong_numbers_of_passes(target: Target) -> None:
             make_drafter(target, "p-eagle", 1, refinement=passes)
     with pytest.raises(UserError, match="needs a p-eagle drafter"):
         make_drafter(target, "eagle3", 1, refinement=1)
+
+
+def test_training_goes_on_with_more_passes(tmp_path: Path) -> None:
+    """A finished drafter gets a refinement; the number of its passes may change, not to zero."""
+    target, answers = some_answers()
+    data = answers / "answers.jsonl"
+    plain = make_drafter(target, "p-eagle", 1)
+    compact.save(plain, tmp_path / "0", target)
+    drafter = make_drafter(target, "p-eagle", 1, refinement=1)
+    compact.save(shaken(drafter), tmp_path / "1", target)
+    for earlier, passes in (("0", 1), ("1", 1), ("1", 2)):
+        config = some_config(data, tmp_path, init=str(tmp_path / earlier), refinement=passes)
+        new = make_run(target, config).drafter
+        assert new.config.refinement == passes
+        assert torch.equal(new.fc.weight, plain.fc.weight)
+        assert all(bool(x.weight.any()) == (earlier == "1") for x in new.refinement.outputs)
+    with pytest.raises(UserError, match="its refinement is 1, this run's is 0"):
+        make_run(target, some_config(data, tmp_path, init=str(tmp_path / "1")))
 
 
 @pytest.mark.parametrize("rung", ["refinement", "all"])

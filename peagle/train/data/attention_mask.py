@@ -73,8 +73,9 @@ class RowSet:
 
     @property
     def in_blocks(self) -> "RowSet":
-        """The same rows, each of which sees its own chain up to itself, and of the context its
-        anchor: the block that decoding drafts there (drafter/refinement.py).
+        """The same rows, which see their block up to themselves: their anchor and their chain.
+
+        A refinement attends so (drafter/refinement.py).
         """
         return replace(self, first_visible=self.anchor, visible_depth=self.depth)
 

@@ -69,9 +69,7 @@ def pack_gradients(
     lengths = LengthObjective(loss, len(batch.ids), rows.device)
     confidence = ConfidenceLoss(passes)
     lengths.add_rows(outputs[-1], teacher, rows, depth)
-    results: list[LossOutput] = []
-    if loss.on_policy or len(states) > 1:
-        results = [loss(output, teacher, depth, scale) for output in outputs]
+    results = [loss(output, teacher, depth, scale) for output in outputs]
     if loss.on_policy:
         lengths.anchor_weights = landing_weights(
             loss.on_policy, rows, results[-1].matches, len(batch.ids)
@@ -85,20 +83,15 @@ def pack_gradients(
     )
     for segment in batch.segments:
         sums += segment_gradients(context, segment, cache_leaves, feedback_leaf)
-    weights = lengths.weights(rows, depth)
-    if results:
-        results = [result.weighted(weights) for result in results]
-    else:
-        results = [loss(outputs[0], teacher, depth, scale * weights)]
     confidence.add_rows(outputs[-1], rows, depth, results[-1])
     confidence.backward(len(batch.ids), loss.k, scale)
     sums += results[-1].sums
-    if refinement is not None:
-        shares = pass_shares(passes.drafter.config.refinement)
-        results = [result.weighted(x) for result, x in zip(results, shares, strict=True)]
+    weights = lengths.weights(rows, depth)
     gradients: list[Tensor | None] = [
-        torch.zeros_like(state).index_copy_(0, rows.long(), result.gradient)
-        for state, result in zip(states, results, strict=True)
+        torch.zeros_like(state).index_copy_(
+            0, rows.long(), result.weighted(share * weights).gradient
+        )
+        for state, result, share in zip(states, results, pass_shares(passes.drafter), strict=True)
     ]
     gradients += [leaf.grad for leaf in (feedback_leaf, *cache_leaves.tensors)]
     _backward([*states, feedback, *cache.tensors], gradients)

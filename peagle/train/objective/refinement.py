@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from peagle.drafter import Drafter
 from peagle.train.data.attention_mask import RowSet, build_mask
 from peagle.train.data.pack import Batch, ChainLevel
 from peagle.train.features.teacher import Teacher
@@ -28,9 +29,13 @@ from peagle.train.objective.loss import Loss, LossOutput, rows_reached
 from peagle.train.objective.passes import DrafterPasses, PassCache, rows_before_in_chain
 
 
-def pass_shares(passes: int) -> tuple[float, float]:
-    """The shares of pass 0 and of all other passes in the loss; depth 0 is equal in all others."""
-    return 1 / (passes + 1), passes / (passes + 1)
+def pass_shares(drafter: Drafter) -> tuple[float, ...]:
+    """The shares of the plain and, if there is a refinement, the refined rows of depth 0.
+
+    All passes but pass 0 give the same refined rows there.
+    """
+    passes = drafter.config.refinement
+    return (1 / (passes + 1), passes / (passes + 1)) if passes else (1.0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +72,7 @@ class ChainRefinement:
         return states, results
 
     def weigh(self, rows: RowSet, results: list[LossOutput]) -> list[LossOutput]:
-        """The losses of all passes over whole chains with their shares, and with the rows that
-        count.
-        """
+        """The losses of all passes over whole chains, with their shares and the rows that count."""
         share = 1 / len(results)
         weighed = [results[0].weighted(share)]
         for i, result in enumerate(results[1:], start=1):
