@@ -23,7 +23,6 @@ from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
 from peagle.drafter.replacement import copy_weights
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.draft_confidence import draft_confidence
 from peagle.engine.model.fused_llama import FusedLlamaDrafter
 from peagle.engine.model.fused_refinement import FusedRefinement
 from peagle.engine.model.weight import Weight
@@ -240,6 +239,28 @@ class DraftRunner:
         """normed [T, d] -> the most likely target id of each row, [T]."""
         ids, _ = argmax(self.lm_head(normed))
         return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids]
+
+
+def draft_confidence(
+    drafter: Drafter, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor
+) -> Tensor:
+    """The probability [B, K] that each draft is accepted, given that those before it are.
+
+    It is the draft's own probability, corrected by the drafter's confidence output if it has one.
+
+    normed [B, K, d]: the drafter's rows; chain [B, K]: the drafts; ids [B, K, M] and
+    logp [B, K, 1 or M, M]: the candidates of each depth, and their log-probabilities, after each
+    candidate of the depth before if drafts depend on each other.
+    """
+    # [B, K] index of each draft among the candidates of its depth, and of the draft before it
+    index = (drafter.target_token_ids(ids) == chain[..., None]).int().argmax(-1)
+    previous = index.roll(1, 1) if logp.shape[2] > 1 else torch.zeros_like(index)
+    by_candidate = previous[..., None, None].expand(-1, -1, 1, logp.shape[3])
+    draft_logp = logp.gather(2, by_candidate)[:, :, 0].gather(2, index[..., None])
+    if drafter.confidence is not None and drafter.dependency is not None and chain.shape[1] > 1:
+        embeds = drafter.embed(chain[:, :-1].flatten()).view_as(normed[:, 1:])
+        normed = torch.cat([normed[:, :1], drafter.dependency(normed[:, 1:], embeds)], 1)
+    return drafter.confidence_logits(normed, draft_logp[..., 0]).sigmoid()
 
 
 @torch.no_grad()
