@@ -24,7 +24,7 @@ from torch import Tensor
 from peagle.core import Method, parse_method
 from peagle.data.bench import read_sets
 from peagle.data.long_prompts import long_prompts
-from peagle.drafter.model import rotate
+from peagle.drafter.block import rotate
 from peagle.evaluate.offline_acceptance import new_extractor
 from peagle.loaded import LoadedPair, load
 from peagle.train.data.attention_mask import RowSet, dense_mask

@@ -125,6 +125,8 @@ RUNGS: dict[str, dict[str, Any]] = {
     "on-policy": {"on_policy": 0.8},
     "tree": {"loss": "tree", "mix": 0.8},
     "convolution": {"convolution": True},
+    "refine": {"refinement": 1},
+    "refine2": {"refinement": 2},
     "length": {"loss": "length", "mix": 0.8},
     "dpace": {"loss": "dpace", "mix": 0.5},
     "tvmix": {"loss": "tvmix", "mix": 0.95},

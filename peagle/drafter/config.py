@@ -10,6 +10,7 @@ from peagle.errors import UserError
 if TYPE_CHECKING:
     from peagle.target import Target
 
+MAX_REFINEMENT = 2  # passes over a block
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -42,6 +43,7 @@ class DrafterConfig:
     inject: bool = False  # the combined taps enter every layer, not only the first
     bidirectional: bool = False  # the mask rows of a block see each other, also later ones
     convolution: bool = False  # a mask row adds the state of the row before it (convolution.py)
+    refinement: int = 0  # passes in which rows know the drafts before them (refinement.py); 0: none
     # A row attends to the last `sliding_window` positions, its own included; None: to all.
     sliding_window: int | None = None
     dependency: int = 0  # rank of the correction by the previous draft (dependency.py); 0: none
@@ -67,11 +69,18 @@ class DrafterConfig:
         if self.aux_layer_ids is not None:
             self._check_aux_layer_ids(self.aux_layer_ids)
         check_window(self.sliding_window, "sliding_window")
+        self._check_refinement()
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"the number of heads, {self.num_heads}, is not a multiple of the"
                 f" {self.num_kv_heads} key-value heads: change `num_heads` or `num_kv_heads`"
             )
+
+    def _check_refinement(self) -> None:
+        if self.refinement not in range(MAX_REFINEMENT + 1):
+            raise UserError(f"`refinement` is {self.refinement}: use 0 to {MAX_REFINEMENT} passes")
+        if self.refinement and self.method != "p-eagle":
+            raise UserError("`refinement` needs a p-eagle drafter: set it to 0")
 
     def _check_aux_layer_ids(self, ids: tuple[int, ...]) -> None:
         if len(ids) != self.num_taps:

@@ -1,8 +1,7 @@
-"""The network of the drafter: one Llama-like block with switches serves P-EAGLE and EAGLE-3.
+"""The network of the drafter: the layers of block.py, for P-EAGLE and for EAGLE-3.
 
 Rows are flat, [R, ...], without a batch axis. The model has neither a cache nor a mask: the caller
-passes `attend`, which receives a layer's q [R, heads, head_dim] and k, v [R, kv_heads, head_dim]
-and returns [R, heads, head_dim].
+passes `attend` (block.py).
 """
 
 from collections.abc import Callable
@@ -11,84 +10,20 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.draft_shape import CANDIDATES_PER_DEPTH
+from peagle.drafter.block import Attend, Block, Rope
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.convolution import PreviousRows, RowConvolution
 from peagle.drafter.dependency import Dependency, select_chain
 from peagle.drafter.linear import Linear
+from peagle.drafter.refinement import Refinement, attend_in_blocks
 from peagle.kernels.stored_matrix import StoredMatrix, Table, dense, select_rows, table_rows
 from peagle.target.rope import VLLM_ROPE_KEYS, freeze_module, freeze_parameters
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output
-Rope = tuple[Tensor, Tensor]  # cos, sin: [R, 1, rotated dims] each
-
-
-class Attention(nn.Module):
-    def __init__(self, config: DrafterConfig, input_size: int) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        q_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        bias = config.attention_bias  # as in vLLM, the switch covers all four projections
-        self.q_proj = Linear(input_size, q_size, bias=bias)
-        self.k_proj = Linear(input_size, kv_size, bias=bias)
-        self.v_proj = Linear(input_size, kv_size, bias=bias)
-        self.o_proj = Linear(q_size, config.hidden_size, bias=bias)
-
-    def forward(self, x: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.o_proj(attend(layer, rotate(q, rope), rotate(k, rope), v).flatten(-2))
-
-
-class Mlp(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    """One decoder layer.
-
-    Layer 0 is the fused layer of EAGLE-3: its attention reads cat[norm(embedding), norm(hidden)],
-    which is 2d wide. The other layers are plain pre-norm Llama layers over the hidden state.
-    """
-
-    def __init__(self, config: DrafterConfig, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.norm_before_residual = config.norm_before_residual
-        d = config.hidden_size
-        eps = config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(d, eps)
-        self.hidden_norm = nn.RMSNorm(d, eps) if layer == 0 else None
-        self.self_attn = Attention(config, 2 * d if layer == 0 else d)
-        self.post_attention_layernorm = nn.RMSNorm(d, eps)
-        self.mlp = Mlp(config)
-
-    def forward(self, hidden: Tensor, embeds: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """hidden, embeds [R, d] -> hidden [R, d]."""
-        if self.hidden_norm is not None:
-            normed = self.hidden_norm(hidden)
-            residual = normed if self.norm_before_residual else hidden
-            x = torch.cat([self.input_layernorm(embeds), normed], -1)  # [R, 2d]
-        else:
-            residual = hidden
-            x = self.input_layernorm(hidden)
-        hidden = residual + self.self_attn(x, rope, self.layer, attend)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Drafter(nn.Module):
@@ -130,6 +65,7 @@ class Drafter(nn.Module):
             self.confidence = Linear(d, 1) if config.confidence else None
             convolved_layers = range(config.num_layers if config.convolution else 0)
             self.convolution = nn.ModuleList(RowConvolution(d) for _ in convolved_layers)
+            self.refinement = Refinement(config) if config.refinement else None
         self.rope = self.make_rope(config, context)
         self.stored_embedding: StoredMatrix | None = None
         self.stored_head: StoredMatrix | None = None
@@ -216,8 +152,7 @@ class Drafter(nn.Module):
         embeds, hidden [R, d], positions [R] -> (normed output for `logits`, hidden state that
         EAGLE-3 feeds back), [R, d] each.
         """
-        cos, sin = self.rope(hidden, positions[None])
-        rope = (cos[0, :, None], sin[0, :, None])  # [R, 1, rotated dims]
+        rope = self.rope_angles(hidden, positions)
         combined = hidden
         for i, block in enumerate(self.layers):
             if i and self.config.inject:
@@ -232,6 +167,36 @@ class Drafter(nn.Module):
                     hidden = hidden + self.convolution[i](hidden, before)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
+
+    def rope_angles(self, hidden: Tensor, positions: Tensor) -> Rope:
+        """The angles of rows at positions [R], in the dtype of `hidden`."""
+        cos, sin = self.rope(hidden, positions[None])
+        return cos[0, :, None], sin[0, :, None]  # [R, 1, rotated dims]
+
+    def refine(self, normed: Tensor, newest: Tensor) -> Tensor:
+        """Rows that predict draft 1..K after the tokens newest [B], refined: [B, K, d] each."""
+        batch, k = normed.shape[:2]
+        depth = torch.arange(k, device=normed.device).repeat(batch)
+        refined = normed
+        for _ in range(self.config.refinement):
+            drafts = self.greedy_token_ids(refined[:, :-1].flatten(0, 1)).view(batch, k - 1)
+            previous = torch.cat([newest[:, None], drafts], 1).flatten()
+            rows = self.refine_rows(normed.flatten(0, 1), previous, depth, attend_in_blocks(k))
+            refined = rows.view_as(normed)
+        return refined
+
+    def refine_rows(
+        self, normed: Tensor, previous_ids: Tensor, depth: Tensor, attend: Attend
+    ) -> Tensor:
+        """One pass over rows [R, d] of these depths [R], given the token before each draft, [R].
+
+        It computes in the drafter's dtype; the result has that of `normed`.
+        """
+        assert self.refinement is not None
+        rows = normed.to(self.dtype)
+        embeds = self.token_embeddings(previous_ids).to(self.dtype)
+        rope = self.rope_angles(rows, depth)
+        return self.refinement(rows, embeds, rope, attend).to(normed.dtype)
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [R, d] -> [R, draft_vocab_size]."""
@@ -297,20 +262,6 @@ class Drafter(nn.Module):
         table = self.embed_tokens.detach().float().clone()
         del self.embed_tokens
         self.embed_tokens = nn.Parameter(table)
-
-
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding of x [R, heads, head_dim], rotate-half convention.
-
-    With fewer angles than dimensions, the dimensions behind them do not rotate (Phi-4-mini).
-    """
-    cos, sin = rope
-    rotated_dims = cos.shape[-1]
-    if rotated_dims < x.shape[-1]:
-        rotated = rotate(x[..., :rotated_dims], rope)
-        return torch.cat([rotated, x[..., rotated_dims:]], -1)
-    left, right = x.chunk(2, -1)
-    return x * cos + torch.cat([-right, left], -1) * sin
 
 
 def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ def untrained_drafter(
     """Make a drafter whose random weights depend on `seed` alone.
 
     Weights are N(0, 0.02), mask_hidden is N(0, 1), and the mask embedding is the target's row of
-    that token. The optional parts (inject, convolution, dependency, confidence) start at zero:
-    every variant starts as the plain drafter.
+    that token. The optional parts (inject, convolution, refinement, dependency, confidence) start
+    at zero: every variant starts as the plain drafter.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -40,6 +40,7 @@ def initialize_weights(drafter: Drafter) -> None:
         drafter.dependency and drafter.dependency.out,
         drafter.confidence,
         *(part.gate for part in drafter.convolution),
+        *(drafter.refinement.outputs if drafter.refinement is not None else ()),
     ]
     for module in filter(None, optional_outputs):
         nn.init.zeros_(module.weight)

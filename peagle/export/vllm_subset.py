@@ -2,7 +2,8 @@
 
 The rows do not depend on the dependency, the confidence output or the calibration: without them, a
 plain drafter remains. Taps in every layer, bidirectional blocks and a convolution change the mask
-rows themselves, so a drafter with these cannot be converted.
+rows themselves, and the rows of a drafter with a refinement are only the input of its passes, so a
+drafter with these cannot be converted.
 """
 
 from dataclasses import replace
@@ -21,6 +22,7 @@ REQUIRED = {
     "inject": "taps in every layer",
     "bidirectional": "bidirectional blocks",
     "convolution": "the convolution",
+    "refinement": "the refinement passes",
 }
 
 
@@ -43,7 +45,8 @@ def vllm_subset(drafter: Drafter) -> Drafter:
     config = drafter.config
     if required := [name for name in REQUIRED if getattr(config, name)]:
         parts = " and ".join(REQUIRED[name] for name in required)
-        settings = " and ".join(f"{name} = false" for name in required)
+        off = {name: 0 if name == "refinement" else "false" for name in required}
+        settings = " and ".join(f"{name} = {value}" for name, value in off.items())
         raise UserError(
             f"vLLM does not support {parts} of this drafter: train one with {settings} for vLLM"
         )

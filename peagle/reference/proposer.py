@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from peagle.drafter import Drafter
+from peagle.drafter.block import Attend
 from peagle.drafter.convolution import rows_before
-from peagle.drafter.model import Attend, row_mask
+from peagle.drafter.model import row_mask
 from peagle.row_layout import DrafterRows, draft_rows
 from peagle.target.cache import RollbackCache
 
@@ -57,7 +58,8 @@ class ParallelProposer:
             self.drafter.embed(rows.ids), hidden, rows.positions, attend, rows_before(k - 1)
         )
         self.cache.rollback(verified.first + rows.num_real)
-        return self.drafter.drafts(normed[rows.sampled])[0]
+        refined = self.drafter.refine(normed[rows.sampled], verified.newest)
+        return self.drafter.drafts(refined)[0]
 
 
 class ChainProposer:

@@ -19,7 +19,8 @@ states and positions are not; K drafts need K - 1 mask rows:
 Every row sees itself and all rows before it; with a sliding window of W, only itself and the W - 1
 positions before it. In a bidirectional drafter the mask rows also see each other; with a
 dependency, each draft corrects the next one without another pass; with a convolution, a mask row
-adds the states of the row before it.
+adds the states of the row before it; with a refinement, the K rows that predict drafts run through
+one more layer that knows the drafts before them.
 
 Acceptance rule: the target consumes x_n and the drafts d_1..d_K in one pass and chooses its own
 tokens t_0..t_K there. The longest prefix with d_i == t_{i-1} is accepted, say a drafts; then t_a
@@ -31,8 +32,9 @@ from torch import Tensor
 
 from peagle.core import Sampling, Step
 from peagle.drafter import Drafter
+from peagle.drafter.block import Attend
 from peagle.drafter.convolution import rows_before
-from peagle.drafter.model import Attend, causal_attend, masked_attend, row_mask
+from peagle.drafter.model import causal_attend, masked_attend, row_mask
 from peagle.reference.sampling_rule import choose, uniforms
 from peagle.target import Target
 
@@ -50,7 +52,7 @@ def propose(drafter: Drafter, g: Tensor, ids: Tensor, k: int) -> Tensor:
         normed, _ = run_drafter(
             drafter, torch.cat([row_ids, mask_ids]), torch.cat([hidden, mask_hidden]), block, k - 1
         )  # [n + k - 1, d]
-        return drafter.drafts(normed[None, -k:])[0]
+        return drafter.drafts(drafter.refine(normed[None, -k:], ids[-1:]))[0]
     for _ in range(k):
         normed, feedback = run_drafter(drafter, row_ids, hidden)
         row_ids = torch.cat([row_ids, drafter.greedy_token_ids(normed[-1:])])

@@ -10,6 +10,7 @@ import yaml
 
 from peagle.core import Method
 from peagle.draft_shape import MIN_WINDOW
+from peagle.drafter.config import MAX_REFINEMENT
 from peagle.errors import UserError, did_you_mean
 from peagle.train.data.chains import MAX_DEPTHS
 
@@ -22,7 +23,15 @@ def doc(default: Any, text: str) -> Any:
 LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length", "dpace", "tree")
 SCHEDULES = ("cosine", "linear", "constant")
 # Keys of what a plain drafter does not have; only p-eagle drafters do.
-P_EAGLE_KEYS = ("inject", "bidirectional", "convolution", "dependency", "confidence", "freeze")
+P_EAGLE_KEYS = (
+    "inject",
+    "bidirectional",
+    "convolution",
+    "refinement",
+    "dependency",
+    "confidence",
+    "freeze",
+)
 NON_NEGATIVE_KEYS = (
     "intermediate_size",
     "draft_vocab",
@@ -76,6 +85,9 @@ class TrainConfig:
     inject: bool = doc(False, "add the fused taps to the input of every layer, not only the first")
     bidirectional: bool = doc(False, "mask rows of a block see all rows of the block")
     convolution: bool = doc(False, "mask rows add the state of the row before them, behind a gate")
+    refinement: int = doc(
+        0, "passes over a block in which its rows know the drafts before them, 1 or 2; 0: none"
+    )
     dependency: int = doc(
         0, "rank of the dependency head, which corrects a row by the draft before it; 0: none"
     )
@@ -83,7 +95,9 @@ class TrainConfig:
         0.3, "fraction of the rows that are not corrected, so that plain logits stay good"
     )
     confidence: bool = doc(False, "an output that predicts whether the draft of a row is accepted")
-    freeze: bool = doc(False, "train only dependency and confidence, on top of the drafter in init")
+    freeze: bool = doc(
+        False, "train only refinement, dependency and confidence, on top of the drafter in init"
+    )
     context: int = doc(
         0, "tokens of the longest request to serve, for RoPE that depends on it; 0: the target's"
     )
@@ -179,6 +193,7 @@ class TrainConfig:
             ),
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
             "loss": (self.loss in LOSSES, "one of " + ", ".join(LOSSES)),
+            "refinement": (0 <= self.refinement <= MAX_REFINEMENT, f"in 0..{MAX_REFINEMENT}"),
             "dependency": (0 <= self.dependency <= 256, "in 0..256"),
             "joined": (0 <= self.joined <= 1, "in [0, 1]"),
             "dependency_drop": (0 <= self.dependency_drop <= 1, "in [0, 1]"),
@@ -206,11 +221,11 @@ class TrainConfig:
                         f"{name} needs a p-eagle drafter: leave it out, or use method = 'p-eagle'"
                     )
         if self.freeze:
-            has_head = self.dependency or self.confidence
+            has_head = self.refinement or self.dependency or self.confidence
             if not has_head or self.init in ("target", "random"):
                 raise UserError(
-                    "freeze trains a dependency or a confidence output of a finished drafter:"
-                    " set one of the two, and init to that drafter's folder"
+                    "freeze trains a refinement, a dependency or a confidence output of a finished"
+                    " drafter: set one of them, and init to that drafter's folder"
                 )
             if self.train_embeddings:
                 raise UserError("freeze keeps the embeddings unchanged: leave out train_embeddings")

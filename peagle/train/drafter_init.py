@@ -28,7 +28,7 @@ MAY_DIFFER = (
     "calibration",
 )
 # Parts that an earlier drafter may lack.
-MAY_LACK = ("inject", "dependency", "confidence", "convolution")
+MAY_LACK = ("inject", "dependency", "confidence", "convolution", "refinement")
 
 
 def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) -> Drafter:
@@ -46,6 +46,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         inject=config.inject,
         bidirectional=config.bidirectional,
         convolution=config.convolution,
+        refinement=config.refinement,
         sliding_window=config.window,
         dependency=config.dependency,
         confidence=config.confidence,
@@ -64,7 +65,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
     if config.train_embeddings:
         drafter.make_embeddings_trainable()
     drafter.train().requires_grad_(not config.freeze)
-    for part in filter(None, (drafter.dependency, drafter.confidence)):
+    for part in filter(None, (drafter.refinement, drafter.dependency, drafter.confidence)):
         part.requires_grad_(True)
     return drafter
 
@@ -156,7 +157,10 @@ def init_from_drafter(drafter: Drafter, folder: Path, target: Target) -> None:
         name = field.name
         new = getattr(drafter.config, name)
         old = getattr(earlier.config, name)
-        if name not in MAY_DIFFER and new != old and not (name in MAY_LACK and not old):
+        # Any number of passes of a refinement has the same weights.
+        is_compatible = not old if name in MAY_LACK else name in MAY_DIFFER
+        is_compatible |= name == "refinement" and bool(old and new)
+        if new != old and not is_compatible:
             raise UserError(
                 f"cannot initialize from {folder}: its {name} is {old}, this run's is {new}"
             )

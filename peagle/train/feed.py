@@ -34,6 +34,7 @@ class StepDataset(Dataset[list[FlatBatch]]):
             flex=device.startswith("cuda"),
             bidirectional=config.bidirectional,
             window=config.window,
+            refinement=config.refinement > 0,
         )
         self.first_step = 0
         self.packs: list[list[np.ndarray]] = []  # the document indices of the packs of each step

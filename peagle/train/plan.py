@@ -93,15 +93,18 @@ def _pack_flops(
     """Operations of one pack.
 
     The target's forward pass, the drafter's forward and backward pass, and three products with
-    lm_head for each supervised row.
+    lm_head for each supervised row; all passes of a refinement.
     """
     target_size = sum(p.numel() for p in target.model.parameters()) - target.embedding.numel()
     drafter_size = sum(p.numel() for p in drafter.layers.parameters()) + drafter.fc.weight.numel()
+    passes = drafter.config.refinement
+    if drafter.refinement is not None:
+        drafter_size += passes * sum(p.numel() for p in drafter.refinement.parameters())
     rows = config.pack_tokens + chain_rows
     return (
         2 * target_size * config.pack_tokens
         + 6 * drafter_size * rows
-        + 6 * drafter.lm_head.numel() * (anchors + chain_rows)
+        + 6 * drafter.lm_head.numel() * (anchors + chain_rows) * (1 + passes)
     )
 
 
@@ -121,7 +124,8 @@ def estimate_training_bytes(config: TrainConfig, drafter: Drafter, documents: Do
     logits_bytes = CHUNK_ROWS * c.draft_vocab_size * 16
     feature_bytes = config.pack_tokens * (c.num_taps + 8) * c.target_hidden_size * size
     weight_bytes = 16 * _trainable_parameters(drafter)
-    return weight_bytes + rows * row_bytes * c.num_layers + logits_bytes + feature_bytes
+    layers = c.num_layers + c.refinement
+    return weight_bytes + rows * row_bytes * layers + logits_bytes + feature_bytes
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from peagle.drafter.block import Block
 from peagle.drafter.config import config_for
-from peagle.drafter.model import Block, causal_attend
+from peagle.drafter.model import causal_attend
 from peagle.errors import UserError
 from peagle.target import Target
 from tests.support.tiny_models import AUX, MASK, make_drafter, make_target

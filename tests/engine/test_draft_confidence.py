@@ -12,7 +12,7 @@ from peagle.catalog.pair import Pair, TargetSource
 from peagle.draft_shape import DraftShape
 from peagle.drafter.branching import Branching
 from peagle.engine import Engine, EngineConfig
-from peagle.engine.model.draft_confidence import draft_confidence
+from peagle.engine.model.drafting import draft_confidence
 from peagle.engine.policy.draft_policy import DraftChoice, FixedPolicy
 from peagle.loaded import LoadedPair
 from tests.support.training import prompts, trained

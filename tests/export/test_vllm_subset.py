@@ -80,11 +80,13 @@ def test_an_export_without_what_vllm_lacks(target: Target, tmp_path: Path, to: s
         ("inject", "taps in every layer"),
         ("bidirectional", "bidirectional"),
         ("convolution", "the convolution"),
+        ("refinement", "the refinement passes"),
     ],
 )
 def test_what_changes_every_row_is_refused(target: Target, tmp_path: Path, switch: str, words: str):
-    drafter = make_drafter(target, "p-eagle", 2, **{switch: True})
-    with pytest.raises(UserError, match=f"{words}.*train one with {switch} = false"):
+    on, off = (1, "0") if switch == "refinement" else (True, "false")
+    drafter = make_drafter(target, "p-eagle", 2, **{switch: on})
+    with pytest.raises(UserError, match=f"{words}.*train one with {switch} = {off}"):
         export(drafter, tmp_path / "d", "vllm", 5, VERIFIER)
     assert not (tmp_path / "d").exists()
 

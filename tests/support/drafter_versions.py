@@ -70,7 +70,7 @@ def versions(kind: str) -> Versions:
 def untrained_versions(method: Method, dtype: torch.dtype, device: str = "cpu") -> Versions:
     target = make_target()
     target.model.to(device, dtype)
-    parts: dict[str, Any] = {"dependency": 8} if method == "p-eagle" else {}
+    parts: dict[str, Any] = {"dependency": 8, "refinement": 1} if method == "p-eagle" else {}
     plain = make_drafter(target, method, 2 if method == "p-eagle" else 1, **parts)
     first = other_version(plain, target, seed=1)
     return Versions(target, method, first, other_version(first, target))

@@ -28,7 +28,12 @@ from peagle.kernels.triton import (
 )
 from peagle.row_layout import draft_rows
 from peagle.target.quantized.codes import QuantizedWeight
-from tests.support import expert_kernel_cases, invariant_kernel_cases, tree_kernel_cases
+from tests.support import (
+    expert_kernel_cases,
+    invariant_kernel_cases,
+    refinement_kernel_cases,
+    tree_kernel_cases,
+)
 from tests.support.comparing import near, same_fields, some
 from tests.support.tree_kernel_cases import no_trees
 
@@ -414,4 +419,5 @@ CASES: dict[str, Case] = {
     **tree_kernel_cases.CASES,
     **expert_kernel_cases.CASES,
     **invariant_kernel_cases.CASES,
+    **refinement_kernel_cases.CASES,
 }

@@ -49,9 +49,10 @@ def some_batch(
     bidirectional: bool = False,
     window: int | None = None,
     flex: bool = False,
+    refinement: bool = False,
 ) -> Batch:
     chains = sample_chains(packed.max_chain_lengths, k, keep, np.random.default_rng(1))
-    layout = BatchLayout(by_depth, segments, None, flex, bidirectional, window)
+    layout = BatchLayout(by_depth, segments, None, flex, bidirectional, window, refinement)
     return flatten(build_batch(packed, chains, layout)).to(device)
 
 
@@ -138,10 +139,12 @@ RUNGS: dict[str, dict[str, int | bool]] = {
     "bidirectional": {"bidirectional": True},
     "dependency": {"dependency": 8},
     "convolution": {"convolution": True},
+    "refinement": {"refinement": 2},
     "all": {
         "inject": True,
         "bidirectional": True,
         "convolution": True,
+        "refinement": 1,
         "dependency": 8,
         "confidence": True,
     },

@@ -133,14 +133,14 @@ def test_rungs_in_two_runs(
     assert train_heads.main([*words, "--rungs", "base,on-policy"]) == 0
     first = json.loads((out / "files" / "rungs.json").read_text())
     assert list(first) == ["base", "on-policy"] and first["base"]["settings"] == {}
-    assert train_heads.main([*words, "--rungs", "on-policy,tree,convolution"]) == 0
+    assert train_heads.main([*words, "--rungs", "on-policy,tree,convolution,refine"]) == 0
     records = json.loads((out / "files" / "rungs.json").read_text())
     assert records["on-policy"] == first["on-policy"]
-    assert list(records) == ["base", "on-policy", "tree", "convolution"]
+    assert list(records) == ["base", "on-policy", "tree", "convolution", "refine"]
     assert {r["bytes"] for r in records.values()} > {records["base"]["bytes"]}
     assert all(r["steps"] > 0 for r in records.values())
     table = capsys.readouterr().out.splitlines()
-    assert table[-2].startswith("| convolution |") and "validation K=7" in table[-7]
+    assert table[-2].startswith("| refine |") and "validation K=7" in table[-8]
     assert checkpoint.read(out / "rungs" / "tree" / "int8").config.trained
 
 

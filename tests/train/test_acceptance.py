@@ -111,7 +111,7 @@ def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str
         )
 
 
-@pytest.mark.parametrize("rung", ["", "dependency", "bidirectional"])
+@pytest.mark.parametrize("rung", ["", "dependency", "bidirectional", "refinement"])
 def test_the_walk_along_trees_is_what_the_engine_does(rung: str):
     pair, shape = trained("p-eagle", 48, rung), DraftShape(4, 14)
     loaded = LoadedPair(Pair("tiny", TargetSource(()), {}), pair.target, {"p-eagle": pair.drafter})

@@ -155,3 +155,28 @@ def test_the_target_has_no_window():
     assert torch.equal(batch.context.unwindowed.first_visible, plain.context.first_visible)
     assert torch.equal(batch.block_lists.full.counts, plain.block_lists.full.counts)
     assert batch.drafter_block_lists.full.counts.sum() < plain.drafter_block_lists.full.counts.sum()
+
+
+def test_rows_in_their_blocks():
+    """A row sees its anchor and its chain up to itself: what decoding drafts there."""
+    chains, k = rows_of(bidirectional=True)
+    q = chains.in_blocks
+    same_chain = (k.anchor == q.anchor[:, None]) & (k.doc == q.doc[:, None])
+    expected = same_chain & (k.depth <= q.depth[:, None])
+    assert torch.equal(dense_mask(q, k), expected)
+    padding = q.doc == q.doc.max()  # sees itself alone
+    assert torch.equal(expected.sum(1), torch.where(padding, 1, q.depth + 1))
+    query, key, value = (
+        torch.randn(n, heads, 16) for n, heads in ((len(q), 4), (len(k), 2), (len(k), 2))
+    )
+    dense = attention(query, key, value, expected)
+    torch.testing.assert_close(
+        attention(query, key, value, block_mask(q, k)), dense, rtol=1e-5, atol=1e-5
+    )
+    batch = some_batch(some_pack(LONG), 6, flex=True, refinement=True)
+    lists = batch.segments[0].levels[0].refinement_lists
+    blocks = expected.unflatten(1, (-1, BLOCK_SIZE)).unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)
+    needed = blocks.any(-1).any(-1)
+    some, full = classify_blocks(q, k)
+    assert not (needed & ~some).any() and not full.any()
+    assert lists.partial.counts.sum() == some.sum() < 0.3 * some.numel()

@@ -336,7 +336,7 @@ def test_topk_loss_equals_the_whole(target: Target, mix: float) -> None:
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a.float(), b.float(), atol=1e-4)
     nothing = TopKLogits(logits, -torch.ones_like(tokens))
-    loss, match, _, gradient = top_k_loss(normed, nothing, weight, target.lm_head[own], mix)
+    loss, _, match, _, gradient = top_k_loss(normed, nothing, weight, target.lm_head[own], mix)
     assert not loss.any() and not match.any() and not gradient.any()
 
 

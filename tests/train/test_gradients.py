@@ -115,7 +115,8 @@ def reference(
     anchor = np.concatenate([supervised, chains.anchor])
     depth = np.concatenate([np.zeros_like(supervised), chains.depth])
     run = dense_rows if drafter.config.method == "p-eagle" else unrolled_rows
-    normed = run(drafter, packed, g, anchor, depth)
+    states = refined_states(drafter, packed, run(drafter, packed, g, anchor, depth), anchor, depth)
+    normed = states.pop()
     if drafter.dependency is not None:
         corrected = np.concatenate([np.zeros_like(supervised), chains.corrected]).nonzero()[0]
         previous = torch.from_numpy(packed.ids[(anchor + depth + 1)[corrected]])
@@ -141,6 +142,9 @@ def reference(
                 linear(x, drafter.lm_head).argmax(-1) for x in (normed, last[anchor + depth + 1])
             ]
             losses = losses * anchor_weights(anchor, depth, right[0] == right[1], on_policy)
+        if states:
+            teacher = last[anchor + depth + 1]
+            losses = mean_over_passes(drafter, [*states, normed], teacher, anchor, depth, kind, mix)
         objective = (losses * weight ** torch.from_numpy(depth)).sum()
     if drafter.confidence is not None:
         best, expected = (
@@ -226,6 +230,52 @@ def dense_rows(
     return normed[torch.from_numpy(np.concatenate([anchor[~deeper], size + np.arange(more)]))]
 
 
+def refined_states(
+    drafter: Drafter, packed: PackedDocuments, normed: Tensor, anchor: np.ndarray, depth: np.ndarray
+) -> list[Tensor]:
+    """The rows of every pass of a refinement, block by block; one pass without a refinement.
+
+    Blocks of even anchors are fed real tokens, the others the drafts of the pass before.
+    """
+    blocks: dict[int, list[int]] = {}
+    for i in np.lexsort((depth, anchor)).tolist():
+        blocks.setdefault(int(anchor[i]), []).append(i)
+    states = [normed]
+    for _ in range(drafter.config.refinement):
+        drafts = drafter.greedy_token_ids(states[-1])
+        refined = torch.zeros_like(normed)
+        for a, rows in blocks.items():
+            fed = torch.from_numpy(packed.ids[a + 1 : a + 1 + len(rows)]).clone()
+            if a % 2:
+                fed[1:] = drafts[rows[:-1]]
+            row_depth = torch.arange(len(rows))
+            block = drafter.refine_rows(normed[rows], fed, row_depth, causal_attend)
+            refined = refined.index_copy(0, torch.tensor(rows), block)
+        states.append(refined)
+    return states
+
+
+def mean_over_passes(
+    drafter: Drafter,
+    states: list[Tensor],
+    teacher: Tensor,
+    anchor: np.ndarray,
+    depth: np.ndarray,
+    kind: str,
+    mix: float,
+) -> Tensor:
+    """[R]: the mean of the losses of all passes; rows behind wrong drafts that were fed drafts
+    have a loss in pass 0 alone.
+    """
+    head = drafter.lm_head
+    total = row_losses(states[0], teacher, head, kind, mix)
+    for state in states[1:]:
+        right = linear(state, head).argmax(-1) == linear(teacher, head).argmax(-1)
+        counts = torch.from_numpy(anchor % 2 == 0) | right_before(anchor, depth, right).bool()
+        total = total + counts * row_losses(state, teacher, head, kind, mix)
+    return total / len(states)
+
+
 def mask_rows(drafter: Drafter, rows: int) -> Tensor:
     return drafter.embed(torch.full((rows,), drafter.config.mask_token_id))
 
@@ -289,8 +339,9 @@ def test_a_frozen_drafter_has_no_gradients():
     drafter.requires_grad_(False)
     drafter.dependency.requires_grad_(True)
     drafter.confidence.requires_grad_(True)
+    drafter.refinement.requires_grad_(True)
     parts = gradients(drafter, packed, features, 2)
-    assert {name.split(".")[0] for name in parts} == {"dependency", "confidence"}
+    assert {name.split(".")[0] for name in parts} == {"dependency", "confidence", "refinement"}
     assert_same(parts, {name: whole[name] for name in parts})
 
 
@@ -319,6 +370,20 @@ def test_anchors_by_mistakes(method: Method, options: str):
     assert not torch.allclose(weighted["fc.weight"], plain["fc.weight"], rtol=0.05)
 
 
+@pytest.mark.parametrize("options", ["kl", "ce, lighter with depth"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_refinement_learns_from_reached_rows(passes: int, options: str):
+    """Rows behind drafts that are right count, those behind wrong ones do not."""
+    drafter, packed = ready("p-eagle", refinement=passes), some_pack(SHORT)
+    features = half_right(drafter, packed, some_features(packed))
+    naive = reference(drafter, packed, features, options)
+    for segments in (1, 4):
+        assert_same(gradients(drafter, packed, features, segments, options), naive)
+    fewer = gradients(drafter, packed, some_features(packed), 1, options)
+    name = "refinement.self_attn.q_proj.weight"
+    assert not torch.allclose(fewer[name], naive[name], rtol=0.05)
+
+
 def half_right(drafter: Drafter, packed: PackedDocuments, features: PackFeatures) -> PackFeatures:
     """Last hidden states of which every second gives the token that depth 0 drafts there."""
     rows = np.arange(0, len(packed.ids) - 1, 2)
@@ -326,6 +391,8 @@ def half_right(drafter: Drafter, packed: PackedDocuments, features: PackFeatures
     with torch.no_grad():
         valid = rows[packed.max_chain_lengths[rows] > 0]
         normed = own(drafter, packed, features.taps, valid, np.zeros_like(valid))
+        newest = torch.from_numpy(packed.ids[valid + 1])
+        normed = drafter.refine(normed[:, None], newest)[:, 0]
     teacher = features.teacher.clone()
     teacher[valid + 1] = normed
     return PackFeatures(features.taps, teacher)

@@ -33,7 +33,7 @@ def document(one: Trained, number: int) -> np.ndarray:
 
 def looped(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, Tensor]:
     """(logits [K, V], drafts [K]) of the decoding loop, ids[:n] consumed in two passes, a
-    rejected draft between.
+    rejected draft between. The logits are those of the last pass of a refinement.
     """
     one.target.tap(AUX)
     seen: list[Tensor] = []
@@ -49,7 +49,7 @@ def looped(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, T
             block = torch.cat([tokens[cut:n], torch.tensor([90])])  # 90 is rejected
             hidden = torch.cat([g[cut:n], torch.randn(1, g.shape[1])])
             drafts = proposer.propose(Verified(block, hidden, cut, 1, tokens[n : n + 1]), K)
-    return torch.cat(seen).clone(), drafts.clone()
+    return torch.cat(seen)[-K:].clone(), drafts.clone()
 
 
 @torch.no_grad()
@@ -66,6 +66,7 @@ def trained_rows(
     g = FeatureExtractor(one.target, AUX)(batch).taps.roll(shift, 0)
     mask = build_mask(batch.context, batch.context, flex=False)
     normed, feedback, cache = passes("context", batch.next_ids, g, batch.positions, mask)
+    plain_context, context_cache = normed, cache
     out, seen = [normed[torch.from_numpy(anchors)]], batch.context
     for depth, level in enumerate(batch.segments[0].levels):
         seen = seen + level.rows
@@ -79,7 +80,21 @@ def trained_rows(
         )
         live = normed[: level.num_unpadded]
         out += [live] if by_depth else list(live.view(len(anchors), K - 1, -1).unbind(1))
-    return one.drafter.logits(torch.stack(out, 1))
+    rows = torch.stack(out, 1)
+    if not one.drafter.config.refinement:
+        return one.drafter.logits(rows)
+    [level] = batch.segments[0].levels
+    refined, cache = passes("refine_context", plain_context, batch.next_ids, context_cache)
+    first = refined[torch.from_numpy(anchors)][:, None]
+    plain_rows = torch.cat([rows[:, 1:].flatten(0, 1), normed[level.num_unpadded :]])
+    mask = build_mask(level.rows.in_blocks, seen, False)
+    for _ in range(one.drafter.config.refinement):
+        fed = one.drafter.target_token_ids(one.drafter.logits(rows).argmax(-1))[:, :-1].flatten()
+        fed = torch.cat([fed, fed.new_zeros(len(plain_rows) - len(fed))])
+        deeper = passes("refine_chains", plain_rows, fed, level.rows.depth, cache, mask)
+        deeper = deeper[: level.num_unpadded].unflatten(0, (len(anchors), -1))
+        rows = torch.cat([first, deeper], 1)
+    return one.drafter.logits(rows)
 
 
 KINDS = [
@@ -109,7 +124,7 @@ def test_a_training_row_equals_the_inference_row(
         )
 
 
-@pytest.mark.parametrize("rung", ["inject", "bidirectional", "convolution"])
+@pytest.mark.parametrize("rung", ["inject", "bidirectional", "convolution", "refinement"])
 def test_every_rung_matters(rung: str, monkeypatch):
     """The same drafter without it says something else; the real row of a bidirectional block
     does not.
@@ -125,7 +140,8 @@ def test_every_rung_matters(rung: str, monkeypatch):
         looped(o, ids, 10, monkeypatch)[0] for o in (one, replace(one, drafter=plain.eval()))
     )
     differs = ((with_it - without).abs().amax(1) > 1e-3).tolist()
-    assert differs[1:-1] == [True] * (K - 2) and differs[0] == (rung == "inject")
+    changes_first_row = rung in ("inject", "refinement")
+    assert differs[1:-1] == [True] * (K - 2) and differs[0] == changes_first_row
 
 
 def test_a_corrected_training_row_equals_the_pair():

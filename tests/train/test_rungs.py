@@ -24,6 +24,7 @@ from peagle.target import Target, default_aux_layer_ids
 from peagle.train.config import TrainConfig
 from peagle.train.data.pack import Batch
 from peagle.train.drafter_init import init_from_target
+from peagle.train.evaluation.replay import acceptance_length
 from peagle.train.features.features import (
     CachedFeatures,
     FeatureExtractor,
@@ -32,6 +33,7 @@ from peagle.train.features.features import (
     select_taps,
 )
 from peagle.train.features.teacher import PackFeatures
+from peagle.train.objective.passes import DrafterPasses
 from peagle.train.optim.optimizer import Optimizers
 from peagle.train.setup import apply_capture
 from peagle.train.trainer import Trainer
@@ -124,7 +126,8 @@ def test_folders_of_before_still_load(target: Target, tmp_path: Path) -> None:
     compact.save(drafter, tmp_path / "d", target)
     file = tmp_path / "d" / "config.json"
     config = json.loads(file.read_text())
-    for key in ("inject", "bidirectional", "dependency", "confidence", "calibration"):
+    keys = ("inject", "bidirectional", "convolution", "refinement", "dependency", "confidence")
+    for key in (*keys, "calibration"):
         del config[key]
     file.write_text(json.dumps(config))
     assert checkpoint.load(tmp_path / "d", target).config == drafter.config
@@ -257,17 +260,29 @@ def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Tar
     [
         *(
             (
-                {"method": "eagle3", name: 1 if name == "dependency" else True},
+                {"method": "eagle3", name: 1 if name in ("dependency", "refinement") else True},
                 f"{name} needs a p-eagle drafter",
             )
-            for name in ("inject", "bidirectional", "convolution", "dependency", "confidence")
+            for name in (
+                "inject",
+                "bidirectional",
+                "convolution",
+                "refinement",
+                "dependency",
+                "confidence",
+            )
         ),
         ({"dependency": 257}, "dependency is 257"),
         ({"dependency": -1}, "dependency is -1"),
         ({"dependency_drop": 1.5}, "dependency_drop is 1.5"),
         ({"on_policy": 1.0}, r"on_policy is 1.0: it must be in \[0, 1\)"),
         ({"intermediate_size": -8}, "intermediate_size is -8: it must be 0 or more"),
-        ({"freeze": True, "init": "some/folder"}, "freeze trains a dependency or a confidence"),
+        ({"refinement": 3}, r"refinement is 3: it must be in 0\.\.2"),
+        ({"refinement": -1}, "refinement is -1"),
+        (
+            {"freeze": True, "init": "some/folder"},
+            "freeze trains a refinement, a dependency or a confidence",
+        ),
         ({"freeze": True, "dependency": 8}, "init to that drafter's folder"),
         (
             {"freeze": True, "dependency": 8, "init": "x", "train_embeddings": True},
@@ -368,6 +383,25 @@ def test_a_dependency_learns_what_rows_cannot_know(tmp_path: Path) -> None:
     kept, saved = (checkpoint.read(path).tensors for path in (folder, on_top.out / "drafter"))
     assert all(torch.equal(saved.pop(name), tensor) for name, tensor in kept.items())
     assert {name.split(".")[0] for name in saved} == {"dependency", "confidence"}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_refinement_learns_what_rows_cannot_know(passes: int, tmp_path: Path) -> None:
+    """With the drafter, whose own rows stay good, and on top of the finished one."""
+    plain, losses, length = learned(tmp_path, "plain")
+    together, with_it, longer = learned(tmp_path, "together", refinement=passes)
+    assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
+    first_pass = copy.copy(together.drafter)
+    first_pass.refinement, first_pass.config = None, plain.drafter.config
+    own = together.held_out_steps(DrafterPasses(first_pass.eval()))
+    assert acceptance_length(own) > length - 0.1
+    folder = shutil.copytree(plain.out / "drafter", tmp_path / "finished")
+    settings = {"init": str(folder), "freeze": True, "refinement": passes}
+    on_top, with_it, longer = learned(tmp_path, "on top", **settings)
+    assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
+    kept, saved = (checkpoint.read(path).tensors for path in (folder, on_top.out / "drafter"))
+    assert all(torch.equal(saved.pop(name), tensor) for name, tensor in kept.items())
+    assert {name.split(".")[0] for name in saved} == {"refinement"}
 
 
 def test_what_one_can_go_on_from(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from parity_models import tiny_drafter, tiny_prompts, tiny_target
 from torch import nn
 
 from peagle.drafter import Drafter
-from peagle.drafter.model import Block
+from peagle.drafter.block import Block
 from peagle.reference import reference
 
 pytestmark = pytest.mark.vllm

@@ -23,8 +23,8 @@ from peagle.drafter import Drafter
 from peagle.drafter.branching import Branching
 from peagle.drafter.replacement import copy_weights
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.draft_confidence import draft_confidence
 from peagle.engine.model.fused_llama import FusedLlamaDrafter
+from peagle.engine.model.fused_refinement import FusedRefinement
 from peagle.engine.model.weight import Weight
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.argmax import argmax
@@ -51,6 +51,9 @@ class DraftRunner:
         self.kv_cache = kv_cache
         self.quantized = False
         self.layers = FusedLlamaDrafter(drafter, first_layer, length)
+        self.refinement: FusedRefinement | None = None
+        if drafter.refinement is not None:
+            self.refinement = FusedRefinement(drafter, drafter.refinement)
         self.parallel = config.method == "p-eagle"
         # g [T, taps * d] -> hidden input [T, d]
         self.fc: Callable[[Tensor], Tensor] = drafter.combine_hidden_states
@@ -106,6 +109,8 @@ class DraftRunner:
         """Multiply in int8 from now on."""
         self.quantized = True
         self.layers.quantize()
+        if self.refinement is not None:
+            self.refinement.quantize()
         self.lm_head.quantize()
         if isinstance(self.fc, Weight):
             self.fc.quantize()
@@ -165,10 +170,27 @@ class DraftRunner:
         `sampled`: the rows that predict a draft, [B * K] with P-EAGLE, [B] with EAGLE-3.
         """
         if self.parallel:
-            return self.draft_parallel(normed[sampled], shape, slots, trees)
+            refined = self.refine(normed[sampled], verified.newest, shape.k)
+            return self.draft_parallel(refined, shape, slots, trees)
         drafts = self.draft_sequential(normed, residual, sampled, verified, shape.k)
         trees.chain[slots, : shape.k] = drafts
         return None
+
+    def refine(self, normed: Tensor, newest: Tensor, k: int) -> Tensor:
+        """The sampled rows [B * K, d] after the passes of the refinement (drafter/refinement.py).
+
+        newest [B]: the newest token of each request.
+        """
+        if self.refinement is None:
+            return normed
+        refined = normed
+        for _ in range(self.drafter.config.refinement):
+            previous = newest[:, None]
+            if k > 1:
+                known = refined.unflatten(0, (-1, k))[:, :-1].flatten(0, 1)
+                previous = torch.cat([previous, self.greedy_ids(known).view(-1, k - 1)], 1)
+            refined = self.refinement(normed, previous.flatten(), k)
+        return refined
 
     def draft_parallel(
         self, normed: Tensor, shape: DraftShape, slots: Tensor, trees: DraftTrees
@@ -217,6 +239,28 @@ class DraftRunner:
         """normed [T, d] -> the most likely target id of each row, [T]."""
         ids, _ = argmax(self.lm_head(normed))
         return ids if self.drafter.target_ids is None else self.drafter.target_ids[ids]
+
+
+def draft_confidence(
+    drafter: Drafter, normed: Tensor, ids: Tensor, logp: Tensor, chain: Tensor
+) -> Tensor:
+    """The probability [B, K] that each draft is accepted, given that those before it are.
+
+    It is the draft's own probability, corrected by the drafter's confidence output if it has one.
+
+    normed [B, K, d]: the drafter's rows; chain [B, K]: the drafts; ids [B, K, M] and
+    logp [B, K, 1 or M, M]: the candidates of each depth, and their log-probabilities, after each
+    candidate of the depth before if drafts depend on each other.
+    """
+    # [B, K] index of each draft among the candidates of its depth, and of the draft before it
+    index = (drafter.target_token_ids(ids) == chain[..., None]).int().argmax(-1)
+    previous = index.roll(1, 1) if logp.shape[2] > 1 else torch.zeros_like(index)
+    by_candidate = previous[..., None, None].expand(-1, -1, 1, logp.shape[3])
+    draft_logp = logp.gather(2, by_candidate)[:, :, 0].gather(2, index[..., None])
+    if drafter.confidence is not None and drafter.dependency is not None and chain.shape[1] > 1:
+        embeds = drafter.embed(chain[:, :-1].flatten()).view_as(normed[:, 1:])
+        normed = torch.cat([normed[:, :1], drafter.dependency(normed[:, 1:], embeds)], 1)
+    return drafter.confidence_logits(normed, draft_logp[..., 0]).sigmoid()
 
 
 @torch.no_grad()

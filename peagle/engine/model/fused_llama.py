@@ -177,6 +177,17 @@ def fuse_layers(layers: Sequence[LlamaLayer]) -> FusedLayers | None:
     return FusedLayers(fused) if len(fused) == len(layers) else None
 
 
+def fuse_inputs(
+    embeds: Tensor, hidden: Tensor, input_norm: Tensor, hidden_norm: Tensor, eps: float
+) -> Tensor:
+    """cat[norm(embeds), norm(hidden)], [T, 2d]: what the attention of a drafter's layer 0 reads."""
+    rows, d = hidden.shape
+    fused_input = torch.empty(rows, 2 * d, dtype=hidden.dtype, device=hidden.device)
+    add_norm(embeds, None, input_norm, eps, out=fused_input[:, :d])
+    add_norm(hidden, None, hidden_norm, eps, out=fused_input[:, d:])
+    return fused_input
+
+
 def rope_table(rotary: nn.Module, length: int, device: torch.device) -> Tensor:
     """[length, rotated dims] float32: the cosines of each position, then its sines."""
     positions = torch.arange(length, device=device)[None]
@@ -349,10 +360,9 @@ class FusedLlamaDrafter:
         `is_mask` [T, 1]; each mask row is behind the row before it.
         """
         d = hidden.shape[1]
-        fused_input = torch.empty(len(hidden), 2 * d, dtype=hidden.dtype, device=hidden.device)
-        add_norm(embeds, None, self.layers[0].input_norm, self.eps, out=fused_input[:, :d])
-        normed, _ = add_norm(hidden, None, self.hidden_norm, self.eps, out=fused_input[:, d:])
-        residual = normed if self.norm_before_residual else hidden
+        input_norm = self.layers[0].input_norm
+        fused_input = fuse_inputs(embeds, hidden, input_norm, self.hidden_norm, self.eps)
+        residual = fused_input[:, d:] if self.norm_before_residual else hidden
         first = self.first_layer
         x, residual = self.layers[0].run(fused_input, residual, rows, kv_cache, first, self.rope)
         x, residual = self._convolve(0, x, residual, is_mask)

@@ -322,6 +322,7 @@ def train_config(
         sliding_window=drafter.sliding_window or -1,
         bidirectional=drafter.bidirectional,
         convolution=drafter.convolution,
+        refinement=drafter.refinement,
         intermediate_size=drafter.intermediate_size,
         dependency=drafter.dependency,
         confidence=drafter.confidence,

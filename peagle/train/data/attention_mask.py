@@ -71,6 +71,14 @@ class RowSet:
         """The same rows without a sliding window, as the target sees them."""
         return replace(self, first_visible=self.doc_start)
 
+    @property
+    def in_blocks(self) -> "RowSet":
+        """The same rows, which see their block up to themselves: their anchor and their chain.
+
+        A refinement attends so (drafter/refinement.py).
+        """
+        return replace(self, first_visible=self.anchor, visible_depth=self.depth)
+
 
 Mask = Tensor | BlockMask
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # flex attention's mask_mod

@@ -86,6 +86,7 @@ class ChainLevel:
     parent: Tensor
     num_unpadded: int  # rows before the padding
     block_lists: BlockLists | None = None  # of its attention, for flex attention
+    refinement_lists: BlockLists | None = None  # of its attention inside blocks, if it is refined
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class BatchLayout:
     flex: bool = False  # build the block lists of flex attention
     bidirectional: bool = False  # all rows of a chain see each other
     window: int | None = None  # sliding window of the drafter, in positions
+    refinement: bool = False  # the drafter has a refinement, which attends inside blocks
 
 
 def build_batch(
@@ -192,14 +194,18 @@ def _segments(
         context_length = min(size, _round_up(right))
         levels = _levels(packed, own, layout)
         if layout.flex:
-            levels = tuple(_with_block_lists(levels, context[:context_length]))
+            levels = tuple(_with_block_lists(levels, context[:context_length], layout.refinement))
         yield Segment(levels, context_length)
 
 
-def _with_block_lists(levels: tuple[ChainLevel, ...], keys: RowSet) -> Iterator[ChainLevel]:
+def _with_block_lists(
+    levels: tuple[ChainLevel, ...], keys: RowSet, refinement: bool
+) -> Iterator[ChainLevel]:
     for level in levels:
         keys = keys + level.rows
-        yield replace(level, block_lists=build_block_lists(level.rows, keys))
+        lists = build_block_lists(level.rows, keys)
+        in_blocks = build_block_lists(level.rows.in_blocks, keys) if refinement else None
+        yield replace(level, block_lists=lists, refinement_lists=in_blocks)
 
 
 def _levels(packed: PackedDocuments, chains: Chains, layout: BatchLayout) -> tuple[ChainLevel, ...]:

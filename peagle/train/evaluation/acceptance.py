@@ -160,7 +160,20 @@ class DraftReplay:
             if by_depth:
                 drafts.append(self._best_tokens(rows[-1]))
         normed = torch.cat(rows, 1)
-        return normed, torch.cat(drafts, 1) if by_depth else self._best_tokens(normed)
+        if by_depth:
+            return normed, torch.cat(drafts, 1)
+        newest = batch.next_ids[torch.from_numpy(anchors).to(normed.device)]
+        refined = self._refine(normed, newest.long())
+        return refined, self._best_tokens(refined)
+
+    def _refine(self, normed: Tensor, newest: Tensor) -> Tensor:
+        """normed [A, k, d] after the passes of the refinement, if the drafter has one."""
+        drafter = self.passes.drafter
+        if drafter.refinement is None:
+            return normed
+        size = max(1, self.logit_rows // normed.shape[1])
+        parts = zip(normed.to(drafter.lm_head.dtype).split(size), newest.split(size), strict=True)
+        return torch.cat([drafter.refine(*part) for part in parts])
 
     def _best_tokens(self, normed: Tensor) -> Tensor:
         """normed [A, n, d] -> drafts [A, n], in parts, because [rows, vocabulary] is large."""

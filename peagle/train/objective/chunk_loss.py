@@ -38,7 +38,8 @@ class ChunkLoss(NamedTuple):
     """The losses of a chunk of C rows."""
 
     loss: Tensor  # [C]
-    match: Tensor  # [C] bool: the row's most likely token is the teacher's
+    draft: Tensor  # [C] the row's most likely token, as a draft id
+    match: Tensor  # [C] bool: that token is the teacher's
     log_prob: Tensor  # [C] log-probability of the row's own most likely token
     gradient: Tensor  # [C, d] with respect to the normed rows
 
@@ -71,7 +72,7 @@ def hidden_state_loss(
     loss = weight * (mix * distance + (1 - mix) * ce)
     log_prob, own_best = log_q.max(-1)
     gradient = linear((weight[:, None] * grad_logits).to(lm_head.dtype), lm_head.T)
-    return ChunkLoss(loss, own_best == best, log_prob, gradient)
+    return ChunkLoss(loss, own_best, own_best == best, log_prob, gradient)
 
 
 def top_k_loss(
@@ -106,7 +107,7 @@ def top_k_loss(
     log_prob, own_best = log_q.max(-1)
     match = (own_best == best[:, 0]) & known.any(-1)
     gradient = linear((weight[:, None] * grad_logits).to(lm_head.dtype), lm_head.T)
-    return ChunkLoss(loss, match, log_prob, gradient)
+    return ChunkLoss(loss, own_best, match, log_prob, gradient)
 
 
 def total_variation_gradient(q: Tensor, side: Tensor) -> Tensor:

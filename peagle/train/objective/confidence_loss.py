@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from peagle.train.objective.loss import LossOutput
+from peagle.train.objective.loss import LossOutput, rows_reached
 from peagle.train.objective.passes import DrafterPasses
 
 
@@ -45,11 +45,7 @@ class ConfidenceLoss:
         if not self.enabled:
             return
         rows = ConfidenceRows(*(torch.cat(part) for part in zip(*self.rows, strict=True)))
-        match = torch.zeros(tokens, k + 1, device=rows.normed.device)
-        match[:, 0] = 1
-        match[rows.anchor, rows.depth + 1] = rows.matches
-        # 1 where all drafts before the row match
-        reached = match.cumprod(1)[rows.anchor, rows.depth]
+        reached = rows_reached(rows.matches, rows.anchor, rows.depth, tokens, k)
         logits = self.passes("confidence_logits", rows.normed, rows.log_probs)
         loss = binary_cross_entropy_with_logits(logits, rows.matches, reached, reduction="sum")
         (scale * loss).backward()

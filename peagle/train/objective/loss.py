@@ -43,13 +43,25 @@ class LossOutput:
 
     gradient: Tensor  # [R, d] of sum(weight * loss * scale) with respect to the normed rows
     sums: LossSums
-    matches: Tensor  # [R] 1 where the row's most likely token is the teacher's, else 0
+    drafts: Tensor  # [R] the row's most likely token, as a draft id
+    matches: Tensor  # [R] 1 where that token is the teacher's, else 0
     log_probs: Tensor  # [R] log-probability of the row's own most likely token
 
     def weighted(self, weights: Tensor | float) -> "LossOutput":
         """The output for rows with these weights, [R]; sums do not depend on weights."""
         factor = weights[:, None] if isinstance(weights, Tensor) else weights
         return replace(self, gradient=(self.gradient * factor).to(self.gradient.dtype))
+
+
+def rows_reached(matches: Tensor, anchor: Tensor, depth: Tensor, tokens: int, k: int) -> Tensor:
+    """[R]: 1 where the drafts of all rows before a row of its chain match the teacher's, else 0.
+
+    matches, anchor, depth [R]: whole chains, depth 0 included, of a pack with `tokens` tokens.
+    """
+    match = torch.zeros(tokens, k + 1, device=matches.device)
+    match[:, 0] = 1
+    match[anchor, depth + 1] = matches
+    return match.cumprod(1)[anchor, depth]
 
 
 class Loss:
@@ -96,6 +108,7 @@ class Loss:
         rows = len(normed)
         gradient = torch.empty_like(normed)
         losses, matches, log_probs = (torch.empty(rows, device=normed.device) for _ in range(3))
+        drafts = torch.empty(rows, dtype=torch.int64, device=normed.device)
         weight = self.depth_weights[depth] * scale
         for chunk, size in self._chunks(rows):
             chunk_weight = pad_rows(weight[chunk], size)
@@ -110,6 +123,7 @@ class Loss:
             )
             count = chunk.stop - chunk.start
             losses[chunk] = part.loss[:count]
+            drafts[chunk] = part.draft[:count]
             matches[chunk] = part.match[:count]
             log_probs[chunk] = part.log_prob[:count]
             gradient[chunk] = part.gradient[:count]
@@ -117,7 +131,7 @@ class Loss:
         sums.loss.index_add_(0, depth, (losses / weight.clamp(min=1e-30)).double())
         sums.matches.index_add_(0, depth, matches.double())
         sums.rows.index_add_(0, depth, torch.ones_like(depth, dtype=torch.float64))
-        return LossOutput(gradient, sums, matches, log_probs)
+        return LossOutput(gradient, sums, drafts, matches, log_probs)
 
     @torch.no_grad()
     def teacher_token_probs(self, normed: Tensor, teacher: Teacher) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from peagle.drafter import Drafter
-from peagle.drafter.model import Attend
+from peagle.drafter.block import Attend
 from peagle.train.data.attention_mask import Mask, RowSet, attention
 
 
@@ -33,7 +33,14 @@ class PassCache(NamedTuple):
         return [*self.keys, *self.values, *self.outputs]
 
 
-COMPILED_PASSES = ("context", "parallel", "chain", "apply_dependency")
+COMPILED_PASSES = (
+    "context",
+    "parallel",
+    "chain",
+    "refine_context",
+    "refine_chains",
+    "apply_dependency",
+)
 MIN_RECOMPILE_LIMIT = 64
 
 
@@ -47,7 +54,7 @@ class DrafterPasses(nn.Module):
 
     @property
     def trains_drafter(self) -> bool:
-        """Whether the drafter itself is trained, not only its dependency and confidence heads."""
+        """Whether the drafter itself is trained, not only its refinement and its heads."""
         return self.drafter.fc.weight.requires_grad
 
     def forward(self, name: str, *args: Any) -> Any:
@@ -124,6 +131,32 @@ class DrafterPasses(nn.Module):
         keys = tuple(k for k, _ in own.values())
         values = tuple(v for _, v in own.values())
         return normed, feedback, PassCache(keys, values)
+
+    def refine_context(
+        self, normed: Tensor, next_ids: Tensor, cache: PassCache
+    ) -> tuple[Tensor, PassCache]:
+        """Refine depth 0: (refined [T, d], the cache with the keys and values of the refinement).
+
+        These rows are the first of their blocks: each attends to itself alone, and all passes of a
+        refinement give the same.
+        """
+        own: list[tuple[Tensor, Tensor]] = []
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            own.append((k, v))
+            return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+        depth = torch.zeros_like(next_ids)
+        refined = self.drafter.refine_rows(normed, next_ids, depth, attend)
+        [(keys, values)] = own
+        return refined, PassCache((*cache.keys, keys), (*cache.values, values), cache.outputs)
+
+    def refine_chains(
+        self, normed: Tensor, previous_ids: Tensor, depth: Tensor, cache: PassCache, mask: Mask
+    ) -> Tensor:
+        """One pass of a refinement over deeper rows, given the tokens before theirs: [R, d]."""
+        attend = _attend_with_context(cache, mask)
+        return self.drafter.refine_rows(normed, previous_ids, depth, attend)
 
     def apply_dependency(self, normed: Tensor, previous_ids: Tensor) -> Tensor:
         """Correct rows [R, d] by the drafts before them, [R]; a row with -1 stays as it is."""

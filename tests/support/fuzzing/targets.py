@@ -19,7 +19,13 @@ LAYERS = 3
 AUX = (0, 1, 2)
 DRAFTERS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"draft_vocab": 64, "dependency": 8},
-    "gpt2": {"inject": True, "bidirectional": True, "convolution": True, "confidence": True},
+    "gpt2": {
+        "inject": True,
+        "bidirectional": True,
+        "convolution": True,
+        "refinement": 2,
+        "confidence": True,
+    },
 }
 
 
