@@ -37,6 +37,7 @@ from peagle.kernels.row_pass import RowPass, visible_keys
 from peagle.kernels.triton import uses_triton
 from peagle.kernels.triton.attention_plan import (
     LOG2_E,
+    UNSEEN_SCORE,
     block_sizes,
     new_split_counters,
     plan_launch,
@@ -44,16 +45,31 @@ from peagle.kernels.triton.attention_plan import (
     split_buffers,
 )
 from peagle.kernels.triton.launch.dependent_launch import launch_options
+from peagle.kernels.triton.rotary_rows import Rotation, rotation_arguments
 
 try:
     import triton
     import triton.language as tl
 
+    from peagle.kernels.triton.attention_blocks import (
+        add_values,
+        merge_splits,
+        see_keys,
+        weigh_keys,
+    )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
+    from peagle.kernels.triton.rotary_rows import (
+        HeadCache,
+        NewKeys,
+        QkvRows,
+        QkvSizes,
+        load_angles,
+        load_last_keys,
+        load_norm,
+        load_rotated,
+    )
 except ImportError:  # without Triton the reference runs
     triton = None
-
-UNSEEN_SCORE = -1e30  # finite, so that a block of keys without a visible one gives no NaN
 
 
 def reference(
@@ -106,57 +122,6 @@ if triton is not None:
     _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
 
     @triton.jit
-    def _visible_keys(  # type: ignore[no-untyped-def]
-        key_position, first, position, last, tree_bits, window, TREE: tl.constexpr
-    ):
-        """[rows, keys]: as `visible_keys`."""
-        visible = key_position[None, :] > position[:, None] - window
-        if TREE:
-            tree_row = tl.maximum(key_position - first, 0).to(tl.int64)
-            bit = (tree_bits[:, None] >> tree_row[None, :]) & 1
-            visible = tl.where(key_position[None, :] < first, visible, bit == 1)
-        else:
-            visible = visible & (key_position[None, :] <= last[:, None])
-        return visible
-
-    @triton.jit
-    def _merge_splits(  # type: ignore[no-untyped-def]
-        part_ptr,
-        max_ptr,
-        sum_ptr,
-        part,
-        row_mask,
-        query_mask,
-        dims,
-        D: tl.constexpr,
-        SPLITS: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-    ):
-        """The weighted sum of values and the total weight over all splits."""
-        max_score = tl.full([BLOCK_ROWS], _UNSEEN_SCORE, tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
-        acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        for i in tl.static_range(SPLITS):
-            split_max = tl.load(
-                max_ptr + part + i, mask=row_mask, other=_UNSEEN_SCORE, cache_modifier=".cg"
-            )
-            new_max = tl.maximum(max_score, split_max)
-            rescale = tl.exp2(max_score - new_max)
-            weight = tl.exp2(split_max - new_max)
-            split_sum = tl.load(sum_ptr + part + i, mask=row_mask, other=0.0, cache_modifier=".cg")
-            split_acc = tl.load(
-                part_ptr + (part + i)[:, None] * D + dims,
-                mask=query_mask,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            total = total * rescale + split_sum * weight
-            acc = acc * rescale[:, None] + split_acc * weight[:, None]
-            max_score = new_max
-        return acc, total
-
-    @triton.jit
     def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         query_ptr,
         key_cache_ptr,
@@ -186,6 +151,19 @@ if triton is not None:
         stride_table_row,
         stride_o_row,
         stride_o_head,
+        kv_slots_ptr,
+        rope_table_ptr,
+        q_norm_ptr,
+        k_norm_ptr,
+        eps,
+        max_positions,
+        stride_q_split,
+        stride_rope_row,
+        ROTATE: tl.constexpr,
+        ROT: tl.constexpr,
+        SUMS: tl.constexpr,
+        Q_NORM: tl.constexpr,
+        K_NORM: tl.constexpr,
         HEADS: tl.constexpr,
         GROUP: tl.constexpr,
         D: tl.constexpr,
@@ -207,10 +185,6 @@ if triton is not None:
         row_count = tl.load(row_counts_ptr + request).to(tl.int32)
         first_row = tl.load(row_starts_ptr + request).to(tl.int64)
         first = tl.load(first_positions_ptr + request).to(tl.int32)
-        wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT)
-        if block * BLOCK_ROWS >= row_count * GROUP:
-            return
         query_index = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         dims = tl.arange(0, BLOCK_D)
         local_row = query_index // GROUP
@@ -218,11 +192,36 @@ if triton is not None:
         row = first_row + local_row
         row_mask = local_row < row_count
         query_mask = row_mask[:, None] & (dims < D)[None, :]
-        q = tl.load(
-            query_ptr + row[:, None] * stride_q_row + head[:, None] * stride_q_head + dims,
-            mask=query_mask,
-            other=0.0,
-        )
+        if ROTATE:
+            sizes = QkvSizes(HEADS, HEADS // GROUP, D, ROT, SUMS, K_NORM, PAGE_SIZE, BLOCK_D)
+            qkv_rows = QkvRows(
+                query_ptr,
+                stride_q_split,
+                stride_q_row,
+                positions_ptr,
+                rope_table_ptr,
+                stride_rope_row,
+                max_positions,
+                first_row,
+                first,
+                eps,
+            )
+            dtype = key_cache_ptr.dtype.element_ty
+            cos, sin = load_angles(qkv_rows, row, row_mask, sizes, dtype)
+            q_norms = load_norm(q_norm_ptr, sizes, Q_NORM)
+            k_norms = load_norm(k_norm_ptr, sizes, K_NORM)
+        wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT)
+        if block * BLOCK_ROWS >= row_count * GROUP:
+            return
+        if ROTATE:
+            q = load_rotated(qkv_rows, row, head, row_mask, cos, sin, q_norms, sizes, Q_NORM)
+        else:
+            q = tl.load(
+                query_ptr + row[:, None] * stride_q_row + head[:, None] * stride_q_head + dims,
+                mask=query_mask,
+                other=0.0,
+            )
 
         position = first + local_row
         last = position
@@ -252,26 +251,39 @@ if triton is not None:
         table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
         keys_ptr = key_cache_ptr + kv_head * stride_k_head + dims[None, :]
         values_ptr = value_cache_ptr + kv_head * stride_v_head + dims[None, :]
-        for start in range(low + split * BLOCK_KEYS, high, SPLITS * BLOCK_KEYS):
+        begin = low + split * BLOCK_KEYS
+        cached_end = high
+        if ROTATE:  # Blocks that hold new keys come behind the others.
+            cached_end = tl.minimum(first // BLOCK_KEYS * BLOCK_KEYS, high)
+        for start in range(begin, cached_end, SPLITS * BLOCK_KEYS):
             key_position = start + tl.arange(0, BLOCK_KEYS)
             in_range = key_position < high
             page = tl.load(table_ptr + key_position // PAGE_SIZE, mask=in_range, other=0)
             slot = (page.to(tl.int64) * PAGE_SIZE + key_position % PAGE_SIZE)[:, None]
             key_mask = in_range[:, None] & (dims < D)[None, :]
             k = tl.load(keys_ptr + slot * stride_k_slot, mask=key_mask, other=0.0)  # [keys, d]
-            # [rows, keys], as powers of 2
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1); scale contains the 2 / softcap
-                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-            visible = _visible_keys(key_position, first, position, last, tree_bits, window, TREE)
-            scores = tl.where(visible & in_range[None, :], scores, _UNSEEN_SCORE)
-            new_max = tl.maximum(max_score, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_max[:, None])
-            rescale = tl.exp2(max_score - new_max)
+            visible = see_keys(key_position, first, position, last, tree_bits, window, TREE)
+            visible = visible & in_range[None, :]
+            weights, rescale, max_score, total = weigh_keys(
+                q, k, visible, scale, softcap, max_score, total, SOFTCAP
+            )
             v = tl.load(values_ptr + slot * stride_v_slot, mask=key_mask, other=0.0)
-            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            total = total * rescale + tl.sum(weights, 1)
-            max_score = new_max
+            acc = add_values(weights, rescale, v, acc)
+        if ROTATE:
+            cache = HeadCache(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr)
+            is_last = (block + 1) * BLOCK_ROWS >= row_count * GROUP
+            new_keys = NewKeys(kv_head, k_norms, kv_slots_ptr, is_last)
+            STEP: tl.constexpr = SPLITS * BLOCK_KEYS
+            begin += tl.maximum(cached_end - begin + STEP - 1, 0) // STEP * STEP
+            for start in tl.range(begin, high, STEP, num_stages=1):
+                key_position = start + tl.arange(0, BLOCK_KEYS)
+                k, v = load_last_keys(qkv_rows, cache, new_keys, key_position, high, sizes)
+                visible = see_keys(key_position, first, position, last, tree_bits, window, TREE)
+                visible = visible & (key_position < high)[None, :]
+                weights, rescale, max_score, total = weigh_keys(
+                    q, k, visible, scale, softcap, max_score, total, SOFTCAP
+                )
+                acc = add_values(weights, rescale, v, acc)
 
         if SPLITS > 1:
             part = (row * HEADS + head) * SPLITS
@@ -284,18 +296,8 @@ if triton is not None:
             if tl.atomic_add(counters_ptr + counter, 1) < SPLITS - 1:
                 return
             tl.store(counters_ptr + counter, 0)  # for the next launch
-            acc, total = _merge_splits(
-                part_ptr,
-                max_ptr,
-                sum_ptr,
-                part,
-                row_mask,
-                query_mask,
-                dims,
-                D,
-                SPLITS,
-                BLOCK_ROWS,
-                BLOCK_D,
+            acc, total = merge_splits(
+                part_ptr, max_ptr, sum_ptr, part, row_mask, query_mask, dims, D, SPLITS
             )
         result = (acc / tl.maximum(total, 1e-9)[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(
@@ -324,12 +326,12 @@ def paged_attention(
     """
     if not uses_triton(query):
         return _attend_on_cpu(query, key_cache, value_cache, rows, params, out)
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format) if out is None else out
     assert query.shape[1] % key_cache.shape[1] == 0
     assert key_cache.shape == value_cache.shape and out.shape == query.shape
     assert query.stride(2) == key_cache.stride(2) == value_cache.stride(2) == out.stride(2) == 1
     assert rows.page_tables.stride(1) == 1
-    _launch(query, key_cache, value_cache, rows, params, out, split_counters, splits)
+    launch_attention(query, key_cache, value_cache, rows, params, out, split_counters, splits)
     return out
 
 
@@ -347,7 +349,7 @@ def _attend_on_cpu(
     return reference(query, key_cache, value_cache, rows, params, out)
 
 
-def _launch(
+def launch_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -355,13 +357,15 @@ def _launch(
     params: AttentionParams,
     out: Tensor,
     split_counters: Tensor | None,
-    splits: int | None,
+    splits: int | None = None,
+    rotation: Rotation | None = None,
 ) -> None:
+    """`rotation`: query is `rotation.query`, and new keys and values are not in the caches yet."""
     batch = len(rows.page_tables)
     kv_heads = key_cache.shape[1]
-    group = query.shape[1] // kv_heads
-    plan = plan_launch(batch * kv_heads, rows.max_rows * group, query.element_size(), splits)
-    counters = new_split_counters(query.device) if split_counters is None else split_counters
+    group = out.shape[1] // kv_heads
+    plan = plan_launch(batch * kv_heads, rows.max_rows * group, out.element_size(), splits)
+    counters = new_split_counters(out.device) if split_counters is None else split_counters
     assert plan.splits == 1 or batch * kv_heads * plan.blocks <= len(counters)
     _paged_attention_kernel[(batch, kv_heads, plan.blocks * plan.splits)](
         query,
@@ -390,6 +394,7 @@ def _launch(
         TREE=rows.tree_masks is not None,
         BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
         PAGE_SIZE=rows.page_size,
-        **block_sizes(query, kv_heads, plan),
-        **launch_options(query),
+        **rotation_arguments(rotation, rows),
+        **block_sizes(out, kv_heads, plan),
+        **launch_options(out),
     )

@@ -1,0 +1,102 @@
+"""Rotary embedding, the new keys and values stored, and attention over all keys: one launch.
+
+For passes of few rows, where a launch of rope_store costs more than its work. Every program rotates
+the queries and the new keys that it needs (rotary_rows.py). The keys of a request before its new
+rows come from the cache; those of the new rows come from the qkv product, and are stored for later
+passes by the programs of the request's last block of queries, to which all of them are visible.
+
+    first_positions[b] = 66, row_counts[b] = 3, blocks of 64 keys
+
+    block 0     positions  0 .. 63    from the cache
+    block 1     64, 65                from the cache
+                66, 67, 68            rotated, and stored in rows.kv_slots
+
+Programs run in any order, so no request may read what another one stores in the same pass
+(`RowPass.reads_new_keys`). A row whose KV slot is -1 is visible to its request all the same.
+Sums have the order of attention behind rope_store, and without head norms the same bits.
+
+Shapes: those of rope_store.py and paged_attention.py.
+"""
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.attention_params import AttentionHeads, AttentionParams
+from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton import paged_attention, rope_store, skinny_gemm, uses_triton
+from peagle.kernels.triton.batch_invariant import paged_attention as invariant
+from peagle.kernels.triton.rotary_rows import Rotation
+
+MAX_ROWS = skinny_gemm.MAX_ROWS
+
+
+def reference(
+    qkv: Tensor,
+    rows: RowPass,
+    rope_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    heads: AttentionHeads,
+    params: AttentionParams,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The same computation in plain PyTorch."""
+    query = rope_store.reference(qkv, rows, rope_table, key_cache, value_cache, heads)
+    return paged_attention.reference(query, key_cache, value_cache, rows, params, out)
+
+
+def supports_rotated_attention(
+    qkv: Tensor, rows: RowPass, key_cache: Tensor, heads: AttentionHeads, params: AttentionParams
+) -> bool:
+    """Whether the kernels support this pass, and it has few rows."""
+    few_rows = qkv.shape[-2] <= MAX_ROWS and rows.max_rows <= min(MAX_ROWS, params.window_size)
+    is_chain = rows.tree_masks is None and not rows.bidirectional_rows
+    if not (uses_triton(qkv) and few_rows and is_chain and not rows.reads_new_keys):
+        return False
+    if not params.batch_invariant:
+        return params.softcap is None
+    # The order in which a norm adds depends on the tile. Sums in float32 are rounded otherwise than
+    # in rope_store on a GPU, where they may be fused with products.
+    has_norms = heads.q_norm is not None or heads.k_norm is not None
+    rounds_alike = key_cache.element_size() == 2 or not qkv.is_cuda
+    if has_norms or not rounds_alike or params.softcap is not None:
+        return False
+    return invariant.plan_pass(rows, heads.num_heads, key_cache).parallel
+
+
+def rotated_attention(
+    qkv: Tensor,
+    rows: RowPass,
+    rope_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    heads: AttentionHeads,
+    params: AttentionParams,
+    out: Tensor | None = None,
+    split_counters: Tensor | None = None,
+) -> Tensor:
+    """rope_store and attention in one launch; qkv stays as it is.
+
+    Requires `supports_rotated_attention`. Rows that belong to no request stay what they are in
+    `out`, and store nothing, whatever their KV slots are; so do positions behind a page table.
+    """
+    d = key_cache.shape[2]
+    rot = rope_table.shape[1]
+    assert supports_rotated_attention(qkv, rows, key_cache, heads, params)
+    assert qkv.shape[-1] == (heads.num_heads + 2 * heads.num_kv_heads) * d
+    assert qkv.dim() == 3 or qkv.dtype == key_cache.dtype
+    assert rot % 2 == 0 and 2 <= rot <= d
+    assert key_cache.shape == value_cache.shape and key_cache.dtype == value_cache.dtype
+    assert qkv.stride(-1) == rope_table.stride(1) == rows.page_tables.stride(1) == 1
+    assert key_cache.stride(2) == value_cache.stride(2) == 1
+    if out is None:
+        shape = (qkv.shape[-2], heads.num_heads, d)
+        out = torch.empty(shape, dtype=key_cache.dtype, device=qkv.device)
+    rotation = Rotation(qkv, rope_table, heads)
+    args = (rotation.query, key_cache, value_cache, rows, params, out, split_counters)
+    if params.batch_invariant:
+        plan = invariant.plan_pass(rows, heads.num_heads, key_cache)
+        invariant.launch_attention(*args, plan, rotation)
+    else:
+        paged_attention.launch_attention(*args, rotation=rotation)
+    return out
