@@ -1,4 +1,4 @@
-"""Parts of the kernel of paged attention: visible keys, the softmax of a block, merged splits."""
+"""Parts of the kernel of paged attention: visible keys, and merged splits."""
 
 from peagle.kernels.triton.attention_plan import UNSEEN_SCORE
 
@@ -12,27 +12,7 @@ if triton is not None:
     _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
 
     @triton.jit
-    def weigh_keys(  # type: ignore[no-untyped-def]
-        q, k, visible, scale, softcap, max_score, total, SOFTCAP: tl.constexpr
-    ):
-        """The weights [rows, keys] of a block of keys, and what came before it scaled to them."""
-        # [rows, keys], as powers of 2
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1); scale contains the 2 / softcap
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-        scores = tl.where(visible, scores, _UNSEEN_SCORE)
-        new_max = tl.maximum(max_score, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        rescale = tl.exp2(max_score - new_max)
-        return weights, rescale, new_max, total * rescale + tl.sum(weights, 1)
-
-    @triton.jit
-    def add_values(weights, rescale, v, acc):  # type: ignore[no-untyped-def]
-        """Add the weighted values of a block to what came before it."""
-        return acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-
-    @triton.jit
-    def see_keys(  # type: ignore[no-untyped-def]
+    def visible_to_rows(  # type: ignore[no-untyped-def]
         key_position, first, position, last, tree_bits, window, TREE: tl.constexpr
     ):
         """[rows, keys]: as `visible_keys`."""

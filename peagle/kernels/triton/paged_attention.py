@@ -52,21 +52,21 @@ try:
     import triton.language as tl
 
     from peagle.kernels.triton.attention_blocks import (
-        add_values,
         merge_splits,
-        see_keys,
-        weigh_keys,
+        visible_to_rows,
     )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
     from peagle.kernels.triton.rotary_rows import (
         HeadCache,
-        NewKeys,
-        QkvRows,
+        NewRows,
+        QkvProduct,
         QkvSizes,
+        RopeTable,
         load_angles,
-        load_last_keys,
+        load_new_angles,
         load_norm,
         load_rotated,
+        store_new_keys,
     )
 except ImportError:  # without Triton the reference runs
     triton = None
@@ -164,6 +164,8 @@ if triton is not None:
         SUMS: tl.constexpr,
         Q_NORM: tl.constexpr,
         K_NORM: tl.constexpr,
+        BLOCK_NEW: tl.constexpr,
+        MORE_ROWS: tl.constexpr,
         HEADS: tl.constexpr,
         GROUP: tl.constexpr,
         D: tl.constexpr,
@@ -192,30 +194,34 @@ if triton is not None:
         row = first_row + local_row
         row_mask = local_row < row_count
         query_mask = row_mask[:, None] & (dims < D)[None, :]
+        end_row = tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, row_count)
         if ROTATE:
-            sizes = QkvSizes(HEADS, HEADS // GROUP, D, ROT, SUMS, K_NORM, PAGE_SIZE, BLOCK_D)
-            qkv_rows = QkvRows(
-                query_ptr,
-                stride_q_split,
-                stride_q_row,
-                positions_ptr,
-                rope_table_ptr,
-                stride_rope_row,
-                max_positions,
-                first_row,
-                first,
-                eps,
+            sizes: tl.constexpr = QkvSizes(
+                HEADS, GROUP, D, ROT, SUMS, K_NORM, SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
             )
+            rope = RopeTable(positions_ptr, rope_table_ptr, stride_rope_row, max_positions)
+            product = QkvProduct(query_ptr, stride_q_split, stride_q_row, eps)
             dtype = key_cache_ptr.dtype.element_ty
-            cos, sin = load_angles(qkv_rows, row, row_mask, sizes, dtype)
-            q_norms = load_norm(q_norm_ptr, sizes, Q_NORM)
-            k_norms = load_norm(k_norm_ptr, sizes, K_NORM)
+            q_angles = load_angles(rope, row, row_mask, sizes, dtype)
+            q_norm = load_norm(q_norm_ptr, sizes, Q_NORM)
+            new_rows = NewRows(first_row, first, end_row, split, kv_head)
+            k_angles = load_new_angles(rope, new_rows, 0, sizes, dtype)
+            k_norm = load_norm(k_norm_ptr, sizes, K_NORM)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         if block * BLOCK_ROWS >= row_count * GROUP:
             return
         if ROTATE:
-            q = load_rotated(qkv_rows, row, head, row_mask, cos, sin, q_norms, sizes, Q_NORM)
+            cache = HeadCache(
+                key_cache_ptr + kv_head * stride_k_head,
+                value_cache_ptr + kv_head * stride_v_head,
+                stride_k_slot,
+                stride_v_slot,
+                kv_slots_ptr,
+            )
+            store_new_keys(product, new_rows, rope, k_angles, k_norm, cache, sizes, MORE_ROWS)
+            q = load_rotated(product, row, head, row_mask, q_angles, q_norm, sizes, Q_NORM)
+            tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
         else:
             q = tl.load(
                 query_ptr + row[:, None] * stride_q_row + head[:, None] * stride_q_head + dims,
@@ -228,7 +234,7 @@ if triton is not None:
         tree_bits = position
         # Keys low .. high - 1 are visible to some row of the block.
         low = tl.maximum(first + block * BLOCK_ROWS // GROUP - window + 1, 0)
-        high = first + tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, row_count)
+        high = first + end_row
         if BIDIRECTIONAL_ROWS > 0:
             in_both_ways = local_row >= row_count - BIDIRECTIONAL_ROWS
             last = first + tl.where(in_both_ways, row_count - 1, local_row)
@@ -251,39 +257,26 @@ if triton is not None:
         table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
         keys_ptr = key_cache_ptr + kv_head * stride_k_head + dims[None, :]
         values_ptr = value_cache_ptr + kv_head * stride_v_head + dims[None, :]
-        begin = low + split * BLOCK_KEYS
-        cached_end = high
-        if ROTATE:  # Blocks that hold new keys come behind the others.
-            cached_end = tl.minimum(first // BLOCK_KEYS * BLOCK_KEYS, high)
-        for start in range(begin, cached_end, SPLITS * BLOCK_KEYS):
+        for start in range(low + split * BLOCK_KEYS, high, SPLITS * BLOCK_KEYS):
             key_position = start + tl.arange(0, BLOCK_KEYS)
             in_range = key_position < high
             page = tl.load(table_ptr + key_position // PAGE_SIZE, mask=in_range, other=0)
             slot = (page.to(tl.int64) * PAGE_SIZE + key_position % PAGE_SIZE)[:, None]
             key_mask = in_range[:, None] & (dims < D)[None, :]
             k = tl.load(keys_ptr + slot * stride_k_slot, mask=key_mask, other=0.0)  # [keys, d]
-            visible = see_keys(key_position, first, position, last, tree_bits, window, TREE)
-            visible = visible & in_range[None, :]
-            weights, rescale, max_score, total = weigh_keys(
-                q, k, visible, scale, softcap, max_score, total, SOFTCAP
-            )
+            # [rows, keys], as powers of 2
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1); scale contains the 2 / softcap
+                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            visible = visible_to_rows(key_position, first, position, last, tree_bits, window, TREE)
+            scores = tl.where(visible & in_range[None, :], scores, _UNSEEN_SCORE)
+            new_max = tl.maximum(max_score, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_max[:, None])
+            rescale = tl.exp2(max_score - new_max)
             v = tl.load(values_ptr + slot * stride_v_slot, mask=key_mask, other=0.0)
-            acc = add_values(weights, rescale, v, acc)
-        if ROTATE:
-            cache = HeadCache(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr)
-            is_last = (block + 1) * BLOCK_ROWS >= row_count * GROUP
-            new_keys = NewKeys(kv_head, k_norms, kv_slots_ptr, is_last)
-            STEP: tl.constexpr = SPLITS * BLOCK_KEYS
-            begin += tl.maximum(cached_end - begin + STEP - 1, 0) // STEP * STEP
-            for start in tl.range(begin, high, STEP, num_stages=1):
-                key_position = start + tl.arange(0, BLOCK_KEYS)
-                k, v = load_last_keys(qkv_rows, cache, new_keys, key_position, high, sizes)
-                visible = see_keys(key_position, first, position, last, tree_bits, window, TREE)
-                visible = visible & (key_position < high)[None, :]
-                weights, rescale, max_score, total = weigh_keys(
-                    q, k, visible, scale, softcap, max_score, total, SOFTCAP
-                )
-                acc = add_values(weights, rescale, v, acc)
+            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            total = total * rescale + tl.sum(weights, 1)
+            max_score = new_max
 
         if SPLITS > 1:
             part = (row * HEADS + head) * SPLITS

@@ -24,6 +24,8 @@ try:
 except ImportError:  # without Triton the reference runs
     triton = None
 
+MAX_BLOCK_NEW = 16
+
 
 class Rotation(NamedTuple):
     """What an attention kernel needs to rotate the rows of a qkv product."""
@@ -40,51 +42,57 @@ class Rotation(NamedTuple):
         return qkv.unflatten(1, (num_heads + 2 * kv_heads, -1))[:, :num_heads]
 
 
-class QkvRows(NamedTuple):
-    """The rows of one request in a qkv product; in a kernel."""
+class QkvProduct(NamedTuple):
+    """In a kernel."""
 
     qkv_ptr: Any
     stride_split: Any
     stride_row: Any
+    eps: Any  # of the head norms
+
+
+class RopeTable(NamedTuple):
+    """The positions of rows, and the table that has their cosines and sines; in a kernel."""
+
     positions_ptr: Any
-    rope_table_ptr: Any
-    stride_rope_row: Any
+    table_ptr: Any
+    stride_row: Any
     max_positions: Any
-    first_row: Any
-    first: Any  # position of the first row
-    eps: Any
+
+
+class NewRows(NamedTuple):
+    """The rows of a request whose keys a program reads; in a kernel."""
+
+    start: Any  # the first one
+    first: Any  # its position
+    end: Any  # their number
+    split: Any  # of the keys, which the program reads
+    kv_head: Any
+
+
+class HeadCache(NamedTuple):
+    """The keys and values of one head; in a kernel."""
+
+    keys_ptr: Any
+    values_ptr: Any
+    stride_k_slot: Any
+    stride_v_slot: Any
+    kv_slots_ptr: Any
 
 
 class QkvSizes(NamedTuple):
     """Constants of the kernel."""
 
     HEADS: Any
-    KV_HEADS: Any
+    GROUP: Any
     D: Any
     ROT: Any
     SUMS: Any  # split-K partial sums of the product
     K_NORM: Any
-    PAGE_SIZE: Any
+    SPLITS: Any  # of the keys, of which a program reads one
+    BLOCK_KEYS: Any
+    BLOCK_NEW: Any  # new rows that are rotated at once
     BLOCK_D: Any
-
-
-class HeadCache(NamedTuple):
-    """The keys and values of one head, and the pages of one request; in a kernel."""
-
-    keys_ptr: Any  # [1, d]
-    values_ptr: Any  # [1, d]
-    stride_k_slot: Any
-    stride_v_slot: Any
-    table_ptr: Any
-
-
-class NewKeys(NamedTuple):
-    """The keys and values of new rows, of one head; in a kernel."""
-
-    kv_head: Any
-    norms: Any  # see `load_norm`
-    kv_slots_ptr: Any
-    is_stored: Any  # Whether this program stores them.
 
 
 def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, Any]:
@@ -95,7 +103,7 @@ def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, An
     if rotation is None:
         pointers = ("kv_slots_ptr", "rope_table_ptr", "q_norm_ptr", "k_norm_ptr")
         numbers = ("eps", "max_positions", "stride_q_split", "stride_rope_row")
-        constants = {"ROT": 0, "SUMS": 1, "Q_NORM": False, "K_NORM": False}
+        constants = dict.fromkeys(("ROT", "SUMS", "Q_NORM", "K_NORM", "BLOCK_NEW", "MORE_ROWS"), 0)
         return {"ROTATE": False, **constants, **dict.fromkeys((*pointers, *numbers))}
     qkv, rope_table, heads = rotation
     return {
@@ -104,6 +112,8 @@ def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, An
         "SUMS": 1 if qkv.dim() == 2 else len(qkv),
         "Q_NORM": heads.q_norm is not None,
         "K_NORM": heads.k_norm is not None,
+        "BLOCK_NEW": min(triton.next_power_of_2(rows.max_rows), MAX_BLOCK_NEW),
+        "MORE_ROWS": rows.max_rows > MAX_BLOCK_NEW,
         "kv_slots_ptr": rows.kv_slots,
         "rope_table_ptr": rope_table,
         "q_norm_ptr": heads.q_norm,
@@ -136,13 +146,13 @@ if triton is not None:
         return (tl.arange(0, sizes.BLOCK_D) + sizes.ROT // 2) % sizes.ROT
 
     @triton.jit
-    def load_angles(qkv_rows, row, mask, sizes, dtype):  # type: ignore[no-untyped-def]
+    def load_angles(rope, row, mask, sizes, dtype):  # type: ignore[no-untyped-def]
         """[N, d]: the cosines of rows, and the sines with the signs that their dimensions have."""
         dims = tl.arange(0, sizes.BLOCK_D)
-        position = tl.load(qkv_rows.positions_ptr + row, mask=mask, other=0).to(tl.int64)
-        position = tl.minimum(position, qkv_rows.max_positions - 1)
-        table_row = qkv_rows.rope_table_ptr + position[:, None] * qkv_rows.stride_rope_row
-        ptr = table_row + (dims % (sizes.ROT // 2))[None, :]
+        position = tl.load(rope.positions_ptr + row, mask=mask, other=0).to(tl.int64)
+        position = tl.minimum(position, rope.max_positions - 1)
+        row_ptr = rope.table_ptr + position[:, None] * rope.stride_row
+        ptr = row_ptr + (dims % (sizes.ROT // 2))[None, :]
         angle_mask = mask[:, None] & (dims < sizes.ROT)[None, :]
         cos = tl.load(ptr, mask=angle_mask, other=0.0)
         sin = tl.load(ptr + sizes.ROT // 2, mask=angle_mask, other=0.0)
@@ -163,23 +173,23 @@ if triton is not None:
 
     @triton.jit
     def load_rotated(  # type: ignore[no-untyped-def]
-        qkv_rows, row, head, mask, cos, sin, norms, sizes, NORM: tl.constexpr
+        product, row, head, mask, angles, norm, sizes, NORM: tl.constexpr
     ):
-        """[N, d]: heads of rows, normed and rotated; `head` counts from the first query head on."""
+        """[N, d]: heads of rows, normed and rotated; keys are the heads behind the queries."""
+        cos, sin = angles
         dtype = cos.dtype
         dims = tl.arange(0, sizes.BLOCK_D)
-        source = qkv_rows.qkv_ptr + row.to(tl.int64)[:, None] * qkv_rows.stride_row
-        source += head.to(tl.int64)[:, None] * sizes.D
+        source = product.qkv_ptr + row[:, None] * product.stride_row + head[:, None] * sizes.D
         head_mask = mask[:, None] & (dims < sizes.D)[None, :]
         pair_mask = mask[:, None] & (dims < sizes.ROT)[None, :]
         pairs = source + _pair_dims(sizes)[None, :]
-        x = load_sum(source + dims[None, :], qkv_rows.stride_split, head_mask, sizes.SUMS, dtype)
-        pair = load_sum(pairs, qkv_rows.stride_split, pair_mask, sizes.SUMS, dtype)
+        x = load_sum(source + dims[None, :], product.stride_split, head_mask, sizes.SUMS, dtype)
+        pair = load_sum(pairs, product.stride_split, pair_mask, sizes.SUMS, dtype)
         if NORM:
             wide = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, 1) / sizes.D + qkv_rows.eps)[:, None]
-            x = scale_by_norm(wide, scale, norms[0], dtype)
-            pair = scale_by_norm(pair.to(tl.float32), scale, norms[1], dtype)
+            scale = tl.rsqrt(tl.sum(wide * wide, 1) / sizes.D + product.eps)[:, None]
+            x = scale_by_norm(wide, scale, norm[0], dtype)
+            pair = scale_by_norm(pair.to(tl.float32), scale, norm[1], dtype)
         # Products are rounded, then the sum.
         plain = (x.to(tl.float32) * cos.to(tl.float32)).to(dtype).to(tl.float32)
         turned = (pair.to(tl.float32) * sin.to(tl.float32)).to(dtype).to(tl.float32)
@@ -189,47 +199,44 @@ if triton is not None:
         return rotated
 
     @triton.jit
-    def _load_new_keys(  # type: ignore[no-untyped-def]
-        qkv_rows, cache, new_keys, row, is_new, sizes
-    ):
-        """[keys, d] each: keys and values of new rows. This program may have to store them."""
-        dtype = cache.keys_ptr.dtype.element_ty
-        dims = tl.arange(0, sizes.BLOCK_D)
-        cos, sin = load_angles(qkv_rows, row, is_new, sizes, dtype)
-        slot_mask = is_new & new_keys.is_stored
-        slot = tl.load(new_keys.kv_slots_ptr + row, mask=slot_mask, other=-1)
-        slot = slot.to(tl.int64)[:, None]
-        head = tl.zeros_like(row) + sizes.HEADS + new_keys.kv_head
-        k = load_rotated(qkv_rows, row, head, is_new, cos, sin, new_keys.norms, sizes, sizes.K_NORM)
-        source = qkv_rows.qkv_ptr + row[:, None] * qkv_rows.stride_row
-        source += (head + sizes.KV_HEADS)[:, None] * sizes.D + dims[None, :]
-        mask = is_new[:, None] & (dims < sizes.D)[None, :]
-        v = load_sum(source, qkv_rows.stride_split, mask, sizes.SUMS, dtype)
-        mask = mask & (slot >= 0)
-        tl.store(cache.keys_ptr + slot * cache.stride_k_slot, k, mask=mask)
-        tl.store(cache.values_ptr + slot * cache.stride_v_slot, v, mask=mask)
-        return k, v
+    def _read_rows(rows, start, sizes):  # type: ignore[no-untyped-def]
+        """Some rows of a request, and which of them have keys that this program reads."""
+        local_row = start + tl.arange(0, sizes.BLOCK_NEW)
+        split = (rows.first + local_row) // sizes.BLOCK_KEYS % sizes.SPLITS
+        return rows.start + local_row, (local_row < rows.end) & (split == rows.split)
 
     @triton.jit
-    def load_last_keys(  # type: ignore[no-untyped-def]
-        qkv_rows, cache, new_keys, key_position, high, sizes
-    ):
-        """[keys, d] each: keys and values, those before the new rows from the cache; up to `high`.
+    def load_new_angles(rope, rows, start, sizes, dtype):  # type: ignore[no-untyped-def]
+        row, is_read = _read_rows(rows, start, sizes)
+        return load_angles(rope, row, is_read, sizes, dtype)
 
-        Nothing is read that a program of this launch stores.
-        """
+    @triton.jit
+    def _store_block(  # type: ignore[no-untyped-def]
+        product, rows, start, angles, norm, cache, sizes
+    ):
         dims = tl.arange(0, sizes.BLOCK_D)
-        row = qkv_rows.first_row + key_position - qkv_rows.first
-        in_range = key_position < high
-        is_cached = in_range & (key_position < qkv_rows.first)
-        is_new = in_range & (key_position >= qkv_rows.first)
-        new_k, new_v = _load_new_keys(qkv_rows, cache, new_keys, row, is_new, sizes)
-        page_ptr = cache.table_ptr + key_position // sizes.PAGE_SIZE
-        page = tl.load(page_ptr, mask=is_cached, other=0).to(tl.int64)
-        slot = (page * sizes.PAGE_SIZE + key_position % sizes.PAGE_SIZE)[:, None]
-        mask = is_cached[:, None] & (dims < sizes.D)[None, :]
-        k_ptr = cache.keys_ptr + slot * cache.stride_k_slot
-        v_ptr = cache.values_ptr + slot * cache.stride_v_slot
-        k = tl.where(is_cached[:, None], tl.load(k_ptr, mask=mask, other=0.0), new_k)
-        v = tl.where(is_cached[:, None], tl.load(v_ptr, mask=mask, other=0.0), new_v)
-        return k, v
+        row, is_read = _read_rows(rows, start, sizes)
+        slot = tl.load(cache.kv_slots_ptr + row, mask=is_read, other=-1).to(tl.int64)[:, None]
+        key_head = tl.zeros_like(row) + sizes.HEADS + rows.kv_head
+        k = load_rotated(product, row, key_head, is_read, angles, norm, sizes, sizes.K_NORM)
+        value_head = key_head + sizes.HEADS // sizes.GROUP
+        source = product.qkv_ptr + row[:, None] * product.stride_row + value_head[:, None] * sizes.D
+        mask = is_read[:, None] & (dims < sizes.D)[None, :]
+        v = load_sum(source + dims[None, :], product.stride_split, mask, sizes.SUMS, k.dtype)
+        mask = mask & (slot >= 0)
+        tl.store(cache.keys_ptr + slot * cache.stride_k_slot + dims[None, :], k, mask=mask)
+        tl.store(cache.values_ptr + slot * cache.stride_v_slot + dims[None, :], v, mask=mask)
+
+    @triton.jit
+    def store_new_keys(  # type: ignore[no-untyped-def]
+        product, rows, rope, angles, norm, cache, sizes, MORE_ROWS: tl.constexpr
+    ):
+        """Store the keys and values of new rows that this program reads behind a barrier.
+
+        `angles`: of the first BLOCK_NEW rows.
+        """
+        _store_block(product, rows, 0, angles, norm, cache, sizes)
+        if MORE_ROWS:
+            for start in tl.range(sizes.BLOCK_NEW, rows.end, sizes.BLOCK_NEW, num_stages=1):
+                angles = load_new_angles(rope, rows, start, sizes, angles[0].dtype)
+                _store_block(product, rows, start, angles, norm, cache, sizes)

@@ -1,19 +1,19 @@
 """Rotary embedding, the new keys and values stored, and attention over all keys: one launch.
 
-For passes of few rows, where a launch of rope_store costs more than its work. Every program rotates
-the queries and the new keys that it needs (rotary_rows.py). The keys of a request before its new
-rows come from the cache; those of the new rows come from the qkv product, and are stored for later
-passes by the programs of the request's last block of queries, to which all of them are visible.
+For passes of few rows, where a launch of rope_store costs more than its work. A program of
+attention rotates its queries while it loads them (rotary_rows.py). Before it reads keys, it stores
+those of the new rows that it is going to read, and the values:
 
-    first_positions[b] = 66, row_counts[b] = 3, blocks of 64 keys
+    first_positions[b] = 62, row_counts[b] = 4, blocks of 64 keys, 8 splits of the keys
 
-    block 0     positions  0 .. 63    from the cache
-    block 1     64, 65                from the cache
-                66, 67, 68            rotated, and stored in rows.kv_slots
+    split 0     stores the rows 0 and 1 (positions 62, 63), and reads the keys 0 .. 63
+    split 1     stores the rows 2 and 3 (positions 64, 65), and reads the keys 64, 65
 
-Programs run in any order, so no request may read what another one stores in the same pass
-(`RowPass.reads_new_keys`). A row whose KV slot is -1 is visible to its request all the same.
-Sums have the order of attention behind rope_store, and without head norms the same bits.
+Every row attends to itself, so every row is stored. Programs for other queries of the same head
+store the same bits; none waits for another. So a request must not read what another one stores in
+the same pass (`RowPass.reads_new_keys`).
+
+Sums have the order of attention behind rope_store and, without head norms, the same bits.
 
 Shapes: those of rope_store.py and paged_attention.py.
 """
@@ -49,19 +49,18 @@ def supports_rotated_attention(
     qkv: Tensor, rows: RowPass, key_cache: Tensor, heads: AttentionHeads, params: AttentionParams
 ) -> bool:
     """Whether the kernels support this pass, and it has few rows."""
-    few_rows = qkv.shape[-2] <= MAX_ROWS and rows.max_rows <= min(MAX_ROWS, params.window_size)
     is_chain = rows.tree_masks is None and not rows.bidirectional_rows
-    if not (uses_triton(qkv) and few_rows and is_chain and not rows.reads_new_keys):
+    if not uses_triton(qkv) or qkv.shape[-2] > MAX_ROWS or not is_chain:
+        return False
+    if rows.reads_new_keys or params.softcap is not None:
         return False
     if not params.batch_invariant:
-        return params.softcap is None
+        return True
     # The order in which a norm adds depends on the tile. Sums in float32 are rounded otherwise than
     # in rope_store on a GPU, where they may be fused with products.
     has_norms = heads.q_norm is not None or heads.k_norm is not None
     rounds_alike = key_cache.element_size() == 2 or not qkv.is_cuda
-    if has_norms or not rounds_alike or params.softcap is not None:
-        return False
-    return invariant.plan_pass(rows, heads.num_heads, key_cache).parallel
+    return rounds_alike and not has_norms
 
 
 def rotated_attention(

@@ -89,27 +89,6 @@ if triton is not None:
         return tl.where(visible, scores, _UNSEEN_SCORE)
 
     @triton.jit
-    def weigh_keys(  # type: ignore[no-untyped-def]
-        q, k, key_position, in_range, position, window, scale, max_score
-    ):
-        """The weights [queries, keys] of a block, and the factor of what came before it."""
-        visible = key_position[None, :] > position[:, None] - window
-        visible = visible & (key_position[None, :] <= position[:, None]) & in_range[None, :]
-        scores = _visible_scores(q, k, scale, visible)
-        new_max = tl.maximum(max_score, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        rescale = tl.exp2(max_score - new_max)
-        return weights, rescale, new_max
-
-    @triton.jit
-    def add_values(weights, rescale, v, acc, total):  # type: ignore[no-untyped-def]
-        """Add the weighted values of a block, and its weights."""
-        weights = weights.to(v.dtype)
-        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
-        total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
-        return acc, total
-
-    @triton.jit
     def attend_block(  # type: ignore[no-untyped-def]
         q,
         keys_ptr,
@@ -137,11 +116,16 @@ if triton is not None:
         k = _load_keys(
             keys_ptr, stride_k_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
         )
-        weights, rescale, max_score = weigh_keys(
-            q, k, key_position, in_range, position, window, scale, max_score
-        )
+        visible = key_position[None, :] > position[:, None] - window
+        visible = visible & (key_position[None, :] <= position[:, None]) & in_range[None, :]
+        scores = _visible_scores(q, k, scale, visible)
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(max_score - new_max)
         v = _load_keys(
             values_ptr, stride_v_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
         )
-        acc, total = add_values(weights, rescale, v, acc, total)
-        return acc, max_score, total
+        weights = weights.to(v.dtype)
+        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
+        total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
+        return acc, new_max, total

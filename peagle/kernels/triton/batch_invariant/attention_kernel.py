@@ -7,11 +7,9 @@ try:
     import triton.language as tl
 
     from peagle.kernels.triton.batch_invariant.attention_blocks import (
-        add_values,
         attend_block,
         load_splits,
         merge_split,
-        weigh_keys,
     )
     from peagle.kernels.triton.batch_invariant.tree_tail import (
         TailCache,
@@ -23,13 +21,15 @@ try:
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
     from peagle.kernels.triton.rotary_rows import (
         HeadCache,
-        NewKeys,
-        QkvRows,
+        NewRows,
+        QkvProduct,
         QkvSizes,
+        RopeTable,
         load_angles,
-        load_last_keys,
+        load_new_angles,
         load_norm,
         load_rotated,
+        store_new_keys,
     )
 except ImportError:
     triton = None
@@ -81,6 +81,8 @@ if triton is not None:
         SUMS: tl.constexpr,
         Q_NORM: tl.constexpr,
         K_NORM: tl.constexpr,
+        BLOCK_NEW: tl.constexpr,
+        MORE_ROWS: tl.constexpr,
         HEADS: tl.constexpr,
         GROUP: tl.constexpr,
         D: tl.constexpr,
@@ -120,29 +122,33 @@ if triton is not None:
         row = row_start + local_row
         query_mask = row_mask[:, None] & (dims < D)[None, :]
         if ROTATE:
-            sizes = QkvSizes(HEADS, HEADS // GROUP, D, ROT, SUMS, K_NORM, PAGE_SIZE, BLOCK_D)
-            qkv_rows = QkvRows(
-                query_ptr,
-                stride_q_split,
-                stride_q_row,
-                positions_ptr,
-                rope_table_ptr,
-                stride_rope_row,
-                max_positions,
-                row_start,
-                first,
-                eps,
+            READ_SPLITS: tl.constexpr = SPLITS if PARALLEL else 1
+            sizes: tl.constexpr = QkvSizes(
+                HEADS, GROUP, D, ROT, SUMS, K_NORM, READ_SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
             )
+            rope = RopeTable(positions_ptr, rope_table_ptr, stride_rope_row, max_positions)
+            product = QkvProduct(query_ptr, stride_q_split, stride_q_row, eps)
             dtype = key_cache_ptr.dtype.element_ty
-            cos, sin = load_angles(qkv_rows, row, row_mask, sizes, dtype)
-            q_norms = load_norm(q_norm_ptr, sizes, Q_NORM)
-            k_norms = load_norm(k_norm_ptr, sizes, K_NORM)
+            q_angles = load_angles(rope, row, row_mask, sizes, dtype)
+            q_norm = load_norm(q_norm_ptr, sizes, Q_NORM)
+            new_rows = NewRows(row_start, first, end_row, split, kv_head)
+            k_angles = load_new_angles(rope, new_rows, 0, sizes, dtype)
+            k_norm = load_norm(k_norm_ptr, sizes, K_NORM)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         if first_row >= row_count:
             return
         if ROTATE:
-            q = load_rotated(qkv_rows, row, head, row_mask, cos, sin, q_norms, sizes, Q_NORM)
+            cache = HeadCache(
+                key_cache_ptr + kv_head * stride_k_head,
+                value_cache_ptr + kv_head * stride_v_head,
+                stride_k_slot,
+                stride_v_slot,
+                kv_slots_ptr,
+            )
+            store_new_keys(product, new_rows, rope, k_angles, k_norm, cache, sizes, MORE_ROWS)
+            q = load_rotated(product, row, head, row_mask, q_angles, q_norm, sizes, Q_NORM)
+            tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
         else:
             q = tl.load(
                 query_ptr + row[:, None] * stride_q_row + head[:, None] * stride_q_head + dims,
@@ -151,8 +157,7 @@ if triton is not None:
             )
 
         # Blocks low_block .. low_block + blocks - 1 hold the keys that some row sees; low_block
-        # belongs to split 0. Those from shared_blocks on hold new keys: the tail of a tree, or rows
-        # that are rotated here.
+        # belongs to split 0. Those from shared_blocks on are the tail of a tree.
         position = first + local_row
         low = tl.maximum(first + first_row - window + 1, 0)
         high = first + end_row
@@ -165,7 +170,7 @@ if triton is not None:
         low_block = low // BLOCK_KEYS // SPLITS * SPLITS
         blocks = (high + BLOCK_KEYS - 1) // BLOCK_KEYS - low_block
         shared_blocks = blocks
-        if TREE or ROTATE:
+        if TREE:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
         used_splits = tl.minimum(blocks, SPLITS)
         own_splits = used_splits  # of this program
@@ -244,26 +249,6 @@ if triton is not None:
                         ),
                         ONE_CHUNK,
                     )
-                if ROTATE and block < blocks:
-                    key_position = (low_block + block) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-                    k, v = load_last_keys(
-                        qkv_rows,
-                        HeadCache(
-                            keys_ptr + dims[None, :],
-                            values_ptr + dims[None, :],
-                            stride_k_slot,
-                            stride_v_slot,
-                            table_ptr,
-                        ),
-                        NewKeys(kv_head, k_norms, kv_slots_ptr, end_row == row_count),
-                        key_position,
-                        high,
-                        sizes,
-                    )
-                    weights, rescale, max_score = weigh_keys(
-                        q, k, key_position, key_position < high, position, window, scale, max_score
-                    )
-                    acc, total = add_values(weights, rescale, v, acc, total)
                 if not PARALLEL:
                     merged, merged_max, merged_total = merge_split(
                         merged, merged_max, merged_total, acc, max_score, total

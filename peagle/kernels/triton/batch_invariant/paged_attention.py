@@ -94,7 +94,6 @@ def launch_attention(
     rotation: Rotation | None = None,
 ) -> None:
     """`rotation`: query is `rotation.query`, and new keys and values are not in the caches yet."""
-    assert rotation is None or plan.parallel
     counters = new_split_counters(out.device) if split_counters is None else split_counters
     batch = len(rows.page_tables)
     kv_heads = key_cache.shape[1]
