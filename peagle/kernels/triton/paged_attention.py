@@ -38,6 +38,7 @@ from peagle.kernels.triton import uses_triton
 from peagle.kernels.triton.attention_plan import (
     LOG2_E,
     UNSEEN_SCORE,
+    LaunchPlan,
     block_sizes,
     new_split_counters,
     plan_launch,
@@ -194,6 +195,8 @@ if triton is not None:
         row = first_row + local_row
         row_mask = local_row < row_count
         query_mask = row_mask[:, None] & (dims < D)[None, :]
+        keys_ptr = key_cache_ptr + kv_head * stride_k_head + dims[None, :]
+        values_ptr = value_cache_ptr + kv_head * stride_v_head + dims[None, :]
         end_row = tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, row_count)
         if ROTATE:
             sizes: tl.constexpr = QkvSizes(
@@ -212,15 +215,9 @@ if triton is not None:
         if block * BLOCK_ROWS >= row_count * GROUP:
             return
         if ROTATE:
-            cache = HeadCache(
-                key_cache_ptr + kv_head * stride_k_head,
-                value_cache_ptr + kv_head * stride_v_head,
-                stride_k_slot,
-                stride_v_slot,
-                kv_slots_ptr,
-            )
-            store_new_keys(product, new_rows, rope, k_angles, k_norm, cache, sizes, MORE_ROWS)
             q = load_rotated(product, row, head, row_mask, q_angles, q_norm, sizes, Q_NORM)
+            cache = HeadCache(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, kv_slots_ptr)
+            store_new_keys(product, new_rows, rope, k_angles, k_norm, cache, sizes, MORE_ROWS)
             tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
         else:
             q = tl.load(
@@ -255,8 +252,6 @@ if triton is not None:
             total = tl.where(split == 0, 1.0, total)
         acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
         table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
-        keys_ptr = key_cache_ptr + kv_head * stride_k_head + dims[None, :]
-        values_ptr = value_cache_ptr + kv_head * stride_v_head + dims[None, :]
         for start in range(low + split * BLOCK_KEYS, high, SPLITS * BLOCK_KEYS):
             key_position = start + tl.arange(0, BLOCK_KEYS)
             in_range = key_position < high
@@ -322,8 +317,8 @@ def paged_attention(
     out = torch.zeros_like(query, memory_format=torch.contiguous_format) if out is None else out
     assert query.shape[1] % key_cache.shape[1] == 0
     assert key_cache.shape == value_cache.shape and out.shape == query.shape
-    assert query.stride(2) == key_cache.stride(2) == value_cache.stride(2) == out.stride(2) == 1
-    assert rows.page_tables.stride(1) == 1
+    tensors = (query, key_cache, value_cache, out, rows.page_tables)
+    assert all(x.stride(-1) == 1 for x in tensors)
     launch_attention(query, key_cache, value_cache, rows, params, out, split_counters, splits)
     return out
 
@@ -342,6 +337,15 @@ def _attend_on_cpu(
     return reference(query, key_cache, value_cache, rows, params, out)
 
 
+def plan_pass(
+    rows: RowPass, num_heads: int, key_cache: Tensor, splits: int | None = None
+) -> LaunchPlan:
+    kv_heads = key_cache.shape[1]
+    queries = rows.max_rows * num_heads // kv_heads
+    heads_in_batch = len(rows.page_tables) * kv_heads
+    return plan_launch(heads_in_batch, queries, key_cache.element_size(), splits)
+
+
 def launch_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -356,8 +360,7 @@ def launch_attention(
     """`rotation`: query is `rotation.query`, and new keys and values are not in the caches yet."""
     batch = len(rows.page_tables)
     kv_heads = key_cache.shape[1]
-    group = out.shape[1] // kv_heads
-    plan = plan_launch(batch * kv_heads, rows.max_rows * group, out.element_size(), splits)
+    plan = plan_pass(rows, out.shape[1], key_cache, splits)
     counters = new_split_counters(out.device) if split_counters is None else split_counters
     assert plan.splits == 1 or batch * kv_heads * plan.blocks <= len(counters)
     _paged_attention_kernel[(batch, kv_heads, plan.blocks * plan.splits)](

@@ -73,8 +73,8 @@ class NewRows(NamedTuple):
 class HeadCache(NamedTuple):
     """The keys and values of one head; in a kernel."""
 
-    keys_ptr: Any
-    values_ptr: Any
+    keys_ptr: Any  # [1, d]
+    values_ptr: Any  # [1, d]
     stride_k_slot: Any
     stride_v_slot: Any
     kv_slots_ptr: Any
@@ -224,8 +224,8 @@ if triton is not None:
         mask = is_read[:, None] & (dims < sizes.D)[None, :]
         v = load_sum(source + dims[None, :], product.stride_split, mask, sizes.SUMS, k.dtype)
         mask = mask & (slot >= 0)
-        tl.store(cache.keys_ptr + slot * cache.stride_k_slot + dims[None, :], k, mask=mask)
-        tl.store(cache.values_ptr + slot * cache.stride_v_slot + dims[None, :], v, mask=mask)
+        tl.store(cache.keys_ptr + slot * cache.stride_k_slot, k, mask=mask)
+        tl.store(cache.values_ptr + slot * cache.stride_v_slot, v, mask=mask)
 
     @triton.jit
     def store_new_keys(  # type: ignore[no-untyped-def]

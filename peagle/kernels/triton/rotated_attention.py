@@ -28,6 +28,8 @@ from peagle.kernels.triton.batch_invariant import paged_attention as invariant
 from peagle.kernels.triton.rotary_rows import Rotation
 
 MAX_ROWS = skinny_gemm.MAX_ROWS
+# In larger blocks, instructions (wgmma) wait for each other if the queries are computed.
+MAX_BLOCK_QUERIES = 32
 
 
 def reference(
@@ -55,12 +57,14 @@ def supports_rotated_attention(
     if rows.reads_new_keys or params.softcap is not None:
         return False
     if not params.batch_invariant:
-        return True
+        plan = paged_attention.plan_pass(rows, heads.num_heads, key_cache)
+        return plan.block_rows <= MAX_BLOCK_QUERIES
     # The order in which a norm adds depends on the tile. Sums in float32 are rounded otherwise than
     # in rope_store on a GPU, where they may be fused with products.
     has_norms = heads.q_norm is not None or heads.k_norm is not None
     rounds_alike = key_cache.element_size() == 2 or not qkv.is_cuda
-    return rounds_alike and not has_norms
+    exact_plan = invariant.plan_pass(rows, heads.num_heads, key_cache)
+    return rounds_alike and not has_norms and exact_plan.block_queries <= MAX_BLOCK_QUERIES
 
 
 def rotated_attention(

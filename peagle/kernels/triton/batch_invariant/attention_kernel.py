@@ -121,6 +121,8 @@ if triton is not None:
         dims = tl.arange(0, BLOCK_D)
         row = row_start + local_row
         query_mask = row_mask[:, None] & (dims < D)[None, :]
+        keys_ptr = key_cache_ptr + kv_head * stride_k_head
+        values_ptr = value_cache_ptr + kv_head * stride_v_head
         if ROTATE:
             READ_SPLITS: tl.constexpr = SPLITS if PARALLEL else 1
             sizes: tl.constexpr = QkvSizes(
@@ -139,15 +141,15 @@ if triton is not None:
         if first_row >= row_count:
             return
         if ROTATE:
+            q = load_rotated(product, row, head, row_mask, q_angles, q_norm, sizes, Q_NORM)
             cache = HeadCache(
-                key_cache_ptr + kv_head * stride_k_head,
-                value_cache_ptr + kv_head * stride_v_head,
+                keys_ptr + dims[None, :],
+                values_ptr + dims[None, :],
                 stride_k_slot,
                 stride_v_slot,
                 kv_slots_ptr,
             )
             store_new_keys(product, new_rows, rope, k_angles, k_norm, cache, sizes, MORE_ROWS)
-            q = load_rotated(product, row, head, row_mask, q_angles, q_norm, sizes, Q_NORM)
             tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
         else:
             q = tl.load(
@@ -190,8 +192,6 @@ if triton is not None:
         merged_total = tl.zeros([BLOCK_QUERIES], tl.float32)
         merged = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
         table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
-        keys_ptr = key_cache_ptr + kv_head * stride_k_head
-        values_ptr = value_cache_ptr + kv_head * stride_v_head
         if PARALLEL or TREE:
             for i in range(own_splits):
                 own_split = split + i
