@@ -32,6 +32,7 @@ from tests.support import (
     expert_kernel_cases,
     invariant_kernel_cases,
     refinement_kernel_cases,
+    rotated_kernel_cases,
     tree_kernel_cases,
 )
 from tests.support.comparing import near, same_fields, some
@@ -420,4 +421,5 @@ CASES: dict[str, Case] = {
     **expert_kernel_cases.CASES,
     **invariant_kernel_cases.CASES,
     **refinement_kernel_cases.CASES,
+    **rotated_kernel_cases.CASES,
 }
