@@ -144,9 +144,16 @@ def new_pass(firsts: list[int], counts: list[int], device: str) -> RowPass:
         kv_slots[start : start + count] = tables[b, own // PAGE].long() * PAGE + own % PAGE
     if len(counts) > 1:
         kv_slots[starts[0] + counts[0] - 1] = -1
-    on_device = (x.to(device) for x in (positions, kv_slots, tables))
-    per_request = (x.to(device, torch.int32) for x in (starts, row_counts, first))
-    return RowPass(*on_device, *per_request, max(counts), PAGE)
+    return RowPass(
+        positions.to(device),
+        kv_slots.to(device),
+        tables.to(device),
+        starts.to(device, torch.int32),
+        row_counts.to(device, torch.int32),
+        first.to(device, torch.int32),
+        max(counts),
+        PAGE,
+    )
 
 
 def separate(
@@ -239,16 +246,15 @@ def check_exact_passes(first: int, device: str, dtype: torch.dtype) -> None:
     batch = replace(batch, params=replace(batch.params, batch_invariant=True))
     slots = batch.rows.kv_slots[1:8]  # The last row is not stored.
     with chained_products():
-        expected, expected_caches = batch.run(separate)
+        expected = batch.run(separate)
         for count in (1, 5, 8):
             caches = batch.caches
             for start in range(1, 9, count):
                 part = replace(batch.part(start, min(count, 9 - start)), caches=caches)
                 result, caches = part.run(rotated_attention.rotated_attention)
-                assert torch.equal(result, expected[start : start + len(result)])
-            assert torch.equal(caches[:, slots], expected_caches[:, slots])
-        result = batch.run(rotated_attention.rotated_attention)
-        assert_same(result, (expected, expected_caches), None)
+                assert torch.equal(result, expected[0][start : start + len(result)])
+            assert torch.equal(caches[:, slots], expected[1][:, slots])
+        assert_same(batch.run(rotated_attention.rotated_attention), expected, None)
 
 
 def check_support(device: str, dtype: torch.dtype) -> None:

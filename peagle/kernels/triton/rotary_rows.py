@@ -24,7 +24,8 @@ try:
 except ImportError:  # without Triton the reference runs
     triton = None
 
-MAX_BLOCK_NEW = 16
+NEW_ROW_BLOCKS = (1, 8, 16)  # Each is a kernel of its own.
+MAX_BLOCK_NEW = NEW_ROW_BLOCKS[-1]
 
 
 class Rotation(NamedTuple):
@@ -112,7 +113,7 @@ def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, An
         "SUMS": 1 if qkv.dim() == 2 else len(qkv),
         "Q_NORM": heads.q_norm is not None,
         "K_NORM": heads.k_norm is not None,
-        "BLOCK_NEW": min(triton.next_power_of_2(rows.max_rows), MAX_BLOCK_NEW),
+        "BLOCK_NEW": next((n for n in NEW_ROW_BLOCKS if n >= rows.max_rows), MAX_BLOCK_NEW),
         "MORE_ROWS": rows.max_rows > MAX_BLOCK_NEW,
         "kv_slots_ptr": rows.kv_slots,
         "rope_table_ptr": rope_table,
