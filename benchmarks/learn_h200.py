@@ -62,7 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=400, help="of each domain")
     parser.add_argument("--held-out", type=int, default=80, help="of each domain")
     parser.add_argument("--old-prompts", type=int, default=40, help="of each old set, to judge")
-    parser.add_argument("--replay-prompts", type=int, default=480, help="of each old set, if it has them")
+    parser.add_argument(
+        "--replay-prompts", type=int, default=480, help="of each old set, if it has them"
+    )
     parser.add_argument("--max-tokens", type=int, default=192)
     return parser.parse_args()
 
