@@ -5,6 +5,8 @@ READY := .venv/.ready
 VLLM := .venv-vllm
 DEPLOY := .venv-deploy
 LLAMACPP := .venv-llamacpp
+# Processes of the tests compile modules once, whatever the shell's setting is.
+unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for processes: three workers keep two cores busy.
 WORKERS ?= 3
 # The tests of a file run in one worker, so that its servers and targets are built once.
