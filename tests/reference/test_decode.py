@@ -45,7 +45,7 @@ SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(temperature=1.2, top_p=0.9, s
 def test_adversarial_drafters(any_target: Target, right: list[bool], method: str, prompt) -> None:
     any_target.tap(())
     sampling = SAMPLINGS[method]
-    ids, k, count = prompt(9), 7, 24
+    ids, k, count = prompt(9), 7, 18
     answer = plain(any_target, ids, count, sampling)
     steps = list(decode(any_target, Oracle(ids, answer, right), ids, k, count, sampling))
     assert tokens_of(steps) == answer
