@@ -9,8 +9,9 @@ LLAMACPP := .venv-llamacpp
 unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for processes: three workers keep two cores busy.
 WORKERS ?= 3
-# The tests of a file run in one worker, so that its servers and targets are built once.
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The tests of a file run in one worker, so that its servers and targets are built once. Matrices
+# are tiny: a second thread of a process would only wait.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DATA ?= ../shared/data/bench
 SEED ?= 0
 MINUTES ?= 3
