@@ -153,9 +153,7 @@ def readme_code() -> str:
     return first + second
 
 
-def test_readme_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`test_whole_readme_runs` does not cut the first answer off, in a process of its own."""
     monkeypatch.setattr(LoadedPair, "generate", partialmethod(LoadedPair.generate, max_tokens=16))
     exec(readme_code().replace("max_tokens=60", "max_tokens=12"), {})
