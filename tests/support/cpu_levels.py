@@ -8,8 +8,8 @@ import pytest
 
 from peagle.kernels.cpu import library
 from peagle.kernels.cpu.compiler import compiler_names
-from peagle.kernels.cpu.level import LEVEL_VARIABLE, NATIVE, CpuLevel
-from tests.support.cpu_features import LEVELS
+from peagle.kernels.cpu.level import LEVEL_VARIABLE, NATIVE, CpuLevel, supported_levels
+from tests.support.cpu_features import COMMON_LEVELS, LEVELS
 
 
 @cache
@@ -29,15 +29,16 @@ def levels_and(
     """
 
     def is_slow(level: CpuLevel, case: Any) -> bool:
-        return case in slow or (level != NATIVE and case not in everywhere)
+        other = level != NATIVE and (level.name not in COMMON_LEVELS or case not in everywhere)
+        return other or case in slow
 
     return [
         pytest.param(
             *(level, case),
-            marks=(*marks, pytest.mark.slow) if is_slow(level, case) else marks,
+            marks=pytest.mark.slow if is_slow(level, case) else [],
             id=f"{level.name}-{case}",
         )
-        for (level,), marks, _ in LEVELS
+        for level in supported_levels()
         for case in cases
     ]
 
