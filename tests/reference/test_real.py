@@ -120,8 +120,10 @@ def test_two_gigabytes_and_three_seconds() -> None:
         import json, time
         import torch
         from peagle.catalog import find_pair
-        from peagle.loaded import load
         from peagle.pull import pull
+        from peagle.target.transformers_import import quick_imports
+        with quick_imports():  # As the commands do.
+            from peagle.loaded import load
         from peagle.target import load_target
         answer = load(dtype="float32").generate("Hello!", k=7, max_tokens=8)
         # getrusage would include the peak of the parent process
