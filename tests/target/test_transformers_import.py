@@ -92,7 +92,11 @@ print(json.dumps([names, add(torch.ones(2)).tolist(), len(transformers.__all__) 
     assert last_line(after_torch.run(script)) == [names, [2.0, 2.0], True]
 
 
-@pytest.mark.parametrize("module", ["config", "variables.base"])
+@pytest.mark.parametrize(
+    "module",
+    # The compiler's package imports both of them itself.
+    ["config", pytest.param("variables.base", marks=pytest.mark.slow)],
+)
 def test_modules_of_the_compiler_are_executed_once(module: str, after_torch: ScriptServer) -> None:
     script = f"""
 from importlib.machinery import SourceFileLoader
