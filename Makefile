@@ -5,10 +5,13 @@ READY := .venv/.ready
 VLLM := .venv-vllm
 DEPLOY := .venv-deploy
 LLAMACPP := .venv-llamacpp
+# Processes of the tests compile modules once, whatever the shell's setting is.
+unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for processes: three workers keep two cores busy.
 WORKERS ?= 3
-# The tests of a file run in one worker, so that its servers and targets are built once.
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The tests of a file run in one worker, so that its servers and targets are built once. Matrices
+# are tiny: a second thread of a process would only wait.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DATA ?= ../shared/data/bench
 SEED ?= 0
 MINUTES ?= 3

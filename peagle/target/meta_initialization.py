@@ -2,8 +2,8 @@
 
 transformers creates a model on the meta device before it loads the weights. torch computes the
 shapes of random values and of ranges there with a library for symbolic math, whose import takes as
-long as loading a small model. Random values are left out here, and ranges, of which RoPE computes
-its frequencies, are created on the CPU.
+long as loading a small model. Random values are left out here. Ranges and lists of numbers, of
+which RoPE computes its frequencies, are created on the CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,25 +15,31 @@ import torch
 from torch import Tensor, nn
 
 RANDOM_FUNCTIONS = ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
+VALUE_FUNCTIONS = ("arange", "tensor")
 
 
 @contextmanager
 def no_meta_initialization() -> Iterator[None]:
-    originals = {name: getattr(nn.init, name) for name in RANDOM_FUNCTIONS}
-    arange = torch.arange
-
-    def arange_on_cpu(*args: Any, device: Any = "cpu", **options: Any) -> Tensor:
-        return arange(*args, device=device, **options)
-
-    for name, function in originals.items():
-        setattr(nn.init, name, skip_meta(function))
-    torch.arange = arange_on_cpu
+    list_constructors()
+    functions = [(nn.init, name, skip_meta) for name in RANDOM_FUNCTIONS]
+    functions += [(torch, name, create_on_cpu) for name in VALUE_FUNCTIONS]
+    originals = [getattr(module, name) for module, name, _ in functions]
+    for (module, name, change), original in zip(functions, originals, strict=True):
+        setattr(module, name, change(original))
     try:
         yield
     finally:
-        torch.arange = arange
-        for name, function in originals.items():
-            setattr(nn.init, name, function)
+        for (module, name, _), original in zip(functions, originals, strict=True):
+            setattr(module, name, original)
+
+
+def list_constructors() -> None:
+    """Let torch list the functions that obey `with torch.device(...)`, which it does once.
+
+    At a first use while some are replaced, it would never know the original ones.
+    """
+    with torch.device("cpu"):
+        torch.empty(0)
 
 
 def skip_meta(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -42,3 +48,13 @@ def skip_meta(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return tensor if tensor.is_meta else function(tensor, *args, **options)
 
     return initialize
+
+
+def create_on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(function)
+    def create(*args: Any, device: Any = None, **options: Any) -> Tensor:
+        if device is None and args != ([],):  # transformers creates [] to find the current device.
+            device = "cpu"
+        return function(*args, device=device, **options)
+
+    return create

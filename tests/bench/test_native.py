@@ -131,8 +131,10 @@ def test_a_difference_and_its_margin() -> None:
 def test_nothing_of_it_needs_the_endpoint() -> None:
     """Where the engine runs there may be no httpx."""
     code = (
-        "import sys, peagle.cli, peagle.bench.load.native, peagle.bench.session, peagle.bench.tune;"
-        "import peagle.bench.quality.scoring;"
+        "import sys; from peagle.target.transformers_import import quick_imports\n"
+        "with quick_imports():\n"
+        " import peagle.cli, peagle.bench.load.native, peagle.bench.session, peagle.bench.tune\n"
+        " import peagle.bench.quality.scoring\n"
         "assert 'peagle.bench.load.endpoint' not in sys.modules;"
         "assert 'peagle.data.fetch' not in sys.modules"
     )

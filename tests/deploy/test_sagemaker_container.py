@@ -1,5 +1,6 @@
 """Our own server as the container: a deployment's environment, and SageMaker's requests."""
 
+import json
 import os
 import socket
 import subprocess
@@ -77,11 +78,15 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
         long = httpx.post(f"{url}/invocations", json=HELLO | {"max_tokens": 500}, timeout=60)
         assert long.status_code == 400 and "128" in long.text, "--context arrived"
         process.terminate()
-        assert process.wait(60) == 0
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 0 and "Traceback" not in log
+        assert {"ready", "draining", "stopped"} <= {
+            json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")
+        }
     finally:
         reserved.close()
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def ready(process: "subprocess.Popen[str]", url: str) -> None:

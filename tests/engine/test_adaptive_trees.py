@@ -81,8 +81,8 @@ LOADS: list[tuple[Cost, int, tuple[float, ...], float]] = [
     (busy, 8, POOR, 0.2),
     (busy, 64, BAD, 0.2),
     (gpu, 1, LONG, 0.3),
-    (busy, 1, LONG, 0.4),
     # the rest in `make test-slow`
+    (busy, 1, LONG, 0.4),
     (gpu, 1, GOOD, 0.2),
     (busy, 1, POOR, 0.4),
     (gpu, 64, GOOD, 0.4),
@@ -91,7 +91,7 @@ LOADS: list[tuple[Cost, int, tuple[float, ...], float]] = [
     (gpu, 8, LONG, 0.4),
     (busy, 8, LONG, 0.3),
 ]
-FAST_LOADS = 8
+FAST_LOADS = 7
 
 
 @pytest.mark.parametrize(

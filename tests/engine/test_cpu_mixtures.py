@@ -17,6 +17,7 @@ from peagle.target import Target, load_target
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.write import quantize
 from tests.support.cpu_features import needs_c
+from tests.support.cpu_levels import levels_and
 from tests.support.decoding import tokens_of
 from tests.support.engines import Asked, ask, engine_of, some_requests, steps_of
 from tests.support.mixtures import (
@@ -66,7 +67,9 @@ def check_few(target: Target, expected: Target) -> None:
 
 
 @pytest.mark.usefixtures("cpu_level")
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    ("cpu_level", "name"), levels_and(list(EVERY), [*MIXTURES]), indirect=["cpu_level"]
+)
 def test_tokens_are_those_of_generate(name: str) -> None:
     architecture, changes = EVERY[name]
     target = packable_mixture(architecture, **changes)
@@ -90,7 +93,9 @@ def test_quantized_experts_of_layers_that_are_not_packed(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("cpu_level")
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    ("cpu_level", "name"), levels_and([*MIXTURES], ["gpt-oss"]), indirect=["cpu_level"]
+)
 def test_a_router_that_cannot_be_packed_keeps_its_precision(name: str) -> None:
     target = packable_mixture(name)
     for layer in target.layers:
@@ -141,7 +146,9 @@ def test_sixty_four_requests_equal_each_alone(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.usefixtures("cpu_level")
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    ("cpu_level", "name"), levels_and([*MIXTURES], ["qwen3-moe"]), indirect=["cpu_level"]
+)
 def test_int8_rounds_the_experts_and_not_the_router(name: str) -> None:
     target = packable_mixture(name)
     pair = mixture_pair(target)

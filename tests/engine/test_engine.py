@@ -65,7 +65,7 @@ def generated(any_target: Target) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("any_target", "method"),
-    targets_and_methods(["none", "p-eagle"], METHODS),
+    targets_and_methods(["p-eagle"], METHODS),
     indirect=["any_target"],
 )
 def test_equals_transformers_and_the_plain_loop(

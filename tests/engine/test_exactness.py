@@ -31,7 +31,7 @@ from tests.support.engines import (
     some_requests,
     steps_of,
 )
-from tests.support.tiny_models import CONFIGS, make_drafter, make_target
+from tests.support.tiny_models import CONFIGS, ENGINE_PATHS, make_drafter, make_target
 
 COUNT = 33  # crosses the ends of at least two pages
 PAGE = 16
@@ -94,10 +94,10 @@ def many_alone(name: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "method", "k", "tree"),
     [
-        # Head norms and sinks are the same to every method: K = 7, as a chain and as a tree.
+        # Head norms, sinks and experts are the same to every method: K = 7, a chain and a tree.
         pytest.param(
             *(name, method, k, tree),
-            marks=[] if k == 7 or name in ("llama", "qwen3-moe") else pytest.mark.slow,
+            marks=[] if k == 7 or name == "llama" else pytest.mark.slow,
         )
         for name in ("llama", "qwen3", "qwen3-moe", "gpt-oss")
         for method, k, tree in DRAFTING
@@ -156,7 +156,13 @@ def test_the_probe_finds_what_depends_on_the_batch(
     [
         ("llama", [True]),
         ("llama", [False, True, True]),
-        *((name, [True, True, False]) for name in CONFIGS),
+        *(
+            pytest.param(
+                *(name, [True, True, False]),
+                marks=[] if name in (*ENGINE_PATHS, "gpt-oss") else pytest.mark.slow,
+            )
+            for name in CONFIGS
+        ),
     ],
 )
 def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
@@ -275,8 +281,14 @@ def test_it_is_probed_and_not_assumed() -> None:
 
 
 @needs_c
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("method", "int8"),
+    [  # Weights of 8 bits are the same to every method.
+        pytest.param(method, int8, marks=pytest.mark.slow if int8 and method != "p-eagle" else [])
+        for method in METHODS
+        for int8 in (False, True)
+    ],
+)
 def test_a_shared_prefix_changes_no_bit(method: Method, int8: bool) -> None:
     """Every turn repeats the answer before it: its log-probabilities are those without a cache."""
     options = {"exact": True, "int8": int8, "page_size": PAGE, "kv_tokens": 1200}

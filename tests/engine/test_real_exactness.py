@@ -50,7 +50,8 @@ def alone(pair: LoadedPair, asked: list[Asked]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "drafting",
     [
-        pytest.param([(7, 0), (7, 15)], id="fixed"),
+        pytest.param([(7, 15)], id="tree"),
+        pytest.param([(7, 0)], id="chain", marks=pytest.mark.slow),
         pytest.param([("auto", 15)], id="auto", marks=pytest.mark.slow),
     ],
 )

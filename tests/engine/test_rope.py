@@ -47,7 +47,7 @@ def near_the_boundary(context: int) -> list[Asked]:
 def test_a_short_answer_beside_a_long_one(name: str) -> None:
     loaded = pair(name)
     long = ids(min(90, loaded.target.context - 9))
-    for seed in range(4):
+    for seed in range(2):
         short = ids(8, seed)
         single, _ = ask(engine_of(loaded, "none", **ROOMY), short, max_tokens=8, ignore_eos=True)
         engine = engine_of(loaded, "none", **ROOMY)
@@ -80,14 +80,21 @@ def test_drafts_across_the_boundary_change_nothing(name: str) -> None:
     """For dynamic NTK the boundary is the context's end, and drafts reach beyond it."""
     loaded = pair(name)
     plain, drafting = (engine_of(loaded, method, 7, **ROOMY) for method in ("none", "p-eagle"))
-    for seed in range(8):
+    for seed in range(3):
         prompt = ids(BOUNDARY - 18, seed)
         answers = [ask(e, prompt, max_tokens=24, ignore_eos=True)[0] for e in (plain, drafting)]
         assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("options", [{"prefix_caching": False}, {}], ids=["plain", "prefix cache"])
-@pytest.mark.parametrize(("name", "context"), CASES)
+@pytest.mark.parametrize(
+    ("name", "context", "options"),
+    [
+        *((*case, {}) for case in CASES),
+        # Without the cache once for each verifier.
+        pytest.param("phi3", None, {"prefix_caching": False}, id="phi3-plain"),
+        pytest.param("llama", None, {"prefix_caching": False}, id="llama-plain"),
+    ],
+)
 def test_preemption_and_the_prefix_cache(
     name: str, context: int | None, options: dict[str, Any]
 ) -> None:

@@ -3,9 +3,17 @@
 import pytest
 import torch
 
+from peagle.core import DRAFTER_METHODS, Method
 from peagle.kernels.cpu.level import NATIVE, CpuLevel
 from tests.support.cpu_features import LEVELS, needs_c
-from tests.support.stored_answers import check_answers, check_in_process, stored_file
+from tests.support.decoding import plain
+from tests.support.stored_answers import (
+    PROMPTS,
+    check_answers,
+    check_in_process,
+    stored_file,
+    stored_pair,
+)
 
 pytestmark = needs_c
 
@@ -23,14 +31,32 @@ def check(level: CpuLevel, count: int, tokens: int, int8: bool = False) -> None:
         check_in_process(level.name, count, tokens, int8)
 
 
-def test_three_requests() -> None:
+def test_two_requests() -> None:
     """`test_64_requests` does the same at every level."""
-    check(NATIVE, 3, 5)
+    check(NATIVE, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("methods", "tokens"),
+    [
+        pytest.param(("p-eagle",), 4, id="p-eagle"),
+        pytest.param(("none", *DRAFTER_METHODS), 8, marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_the_modules_of_transformers(methods: tuple[Method, ...], tokens: int) -> None:
+    """The engine's answers are theirs."""
+    pair = stored_pair()
+    ids = pair.encode(PROMPTS[0])
+    expected = plain(pair.target, ids, tokens)
+    for method in methods:
+        answer = pair.generate(ids, method=method, max_tokens=tokens)
+        assert answer.token_ids == expected
+        assert answer.weights.startswith("Q4_1") and answer.dtype == "float32"
 
 
 def test_int8() -> None:
     """Rows are quantized one by one, so drafts change nothing there either."""
-    check(NATIVE, 3, 5, int8=True)
+    check(NATIVE, 2, 4, int8=True)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from peagle.engine.model.verifier import build_verifier, target_kv_shapes
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import BLOCK_FORMATS
 from peagle.target import Target, load_target
+from tests.support.cpu_levels import levels_and
 from tests.support.gguf_files import TinyGGUF
 from tests.support.tiny_models import make_target
 
@@ -106,17 +107,27 @@ def test_in_one_call(name: str, dtype: torch.dtype, int8: bool) -> None:
     check_layers(target, int8)
 
 
+# Each format natively in both dtypes, in int8 in one of them, and at other levels in one dtype.
+STORED_CASES = [
+    (format, dtype, int8) for format in STORED for dtype in DTYPES for int8 in (False, True)
+]
+STORED_EVERYWHERE = [
+    (format, DTYPES[i // 2 % 2], (i + i // 2) % 2 == 0) for i, format in enumerate(STORED)
+]
+STORED_SLOW = [
+    (format, dtype, (i + j) % 2 == 1)
+    for i, format in enumerate(STORED)
+    for j, dtype in enumerate(DTYPES)
+]
+
+
 @pytest.mark.parametrize(
-    ("format", "dtype", "int8"),
-    [
-        # Each format in both dtypes, int8 in one of them; the other half in `make test-slow`.
-        pytest.param(format, dtype, int8, marks=[] if (i + j + int8) % 2 else pytest.mark.slow)
-        for i, format in enumerate(STORED)
-        for j, dtype in enumerate(DTYPES)
-        for int8 in (False, True)
-    ],
+    ("cpu_level", "case"),
+    levels_and(STORED_CASES, STORED_EVERYWHERE, STORED_SLOW),
+    indirect=["cpu_level"],
 )
-def test_stored_weights(tmp_path: Path, format: str, dtype: torch.dtype, int8: bool) -> None:
+def test_stored_weights(tmp_path: Path, case: tuple[str, torch.dtype, bool]) -> None:
+    format, dtype, int8 = case
     formats = MIXED if format == "mixed" else {}
     base = "Q4_K" if format == "mixed" else format
     file = TinyGGUF(tmp_path / "m.gguf", "llama", base, formats, tied=False).write()

@@ -1,6 +1,7 @@
 """The job: documents become a promoted version; failures leave everything as it was."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from peagle.learn.folder import LearnFolder
 from peagle.learn.status import read_status
 from peagle.learn.train_job import TrainJob
 from peagle.learn.training.round_folder import RoundFolder
-from peagle.learn.training.training_round import TrainingRound
+from peagle.learn.training.training_round import MAX_REPLAYS, TrainingRound
 from peagle.learn.versions import list_versions, read_current, rollback, version_folder
 from tests.support.learning import (
     answers,
@@ -221,4 +222,9 @@ def test_replayed_answers_guard_against_forgetting(tmp_path: Path) -> None:
     record = job.run_round(plan)
     assert record is not None and record.replay is not None
     assert record.replay.documents == 12  # a fifth
-    assert job.training is not None and len(job.training.data.training) > plan.documents
+    assert job.training is not None
+    training = job.training.data.training
+    replayed = training.subset(np.arange(plan.documents, len(training)))
+    assert 0.4 < len(replayed.ids) / len(training.ids) <= 0.5
+    # The folder has fewer tokens than its share of the round: answers are replayed again.
+    assert 1 < max(Counter(replayed.keys).values()) <= MAX_REPLAYS

@@ -5,21 +5,19 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partialmethod
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
 
-from peagle.catalog import find_pair
 from peagle.core import Method, Sampling
 from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
-from peagle.pull import pull
 from peagle.reference import reference
 from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
-from peagle.target import load_target
 from tests.support.decoding import PATTERNS, Oracle, plain, tokens_of, transformers_generate
 
 PROMPTS = (Path(__file__).parents[1] / "support" / "prompts.txt").read_text().splitlines()
@@ -58,32 +56,9 @@ def cache_free_road(real: LoadedPair, text: str, method: Method, expected: list[
 
 def test_lossless_short(real: LoadedPair) -> None:
     """`test_lossless_128` is the long proof, for all prompts."""
-    expected = cached_roads(real, PROMPTS[0], count=12)
+    expected = cached_roads(real, PROMPTS[0], count=9)
     for method in DRAFTED:
-        cache_free_road(real, PROMPTS[0], method, expected[:4])
-
-
-@pytest.mark.parametrize(
-    ("methods", "tokens"),
-    [
-        pytest.param(("p-eagle",), 4, id="p-eagle"),
-        pytest.param(("none", *DRAFTED), 8, marks=pytest.mark.slow, id="all"),
-    ],
-)
-def test_weights_as_stored(methods: tuple[Method, ...], tokens: int) -> None:
-    """The pair's own GGUF file: the engine's answers are those of transformers' modules."""
-    pair = find_pair("smollm2-135m")
-    folder = pull(pair, complete=True)
-    if not (folder / "model.gguf").is_file():
-        pytest.skip("the GGUF file could not be fetched")
-    target = load_target(folder, torch.float32, "cpu", "smollm2-135m", stored=True)
-    stored = LoadedPair(pair, target)
-    ids = stored.encode(PROMPTS[0])
-    expected = plain(target, ids, tokens)
-    for method in methods:
-        answer = stored.generate(ids, method=method, max_tokens=tokens)
-        assert answer.token_ids == expected
-        assert answer.weights.startswith("Q4_1") and answer.dtype == "float32"
+        cache_free_road(real, PROMPTS[0], method, expected[:3])
 
 
 @pytest.mark.slow
@@ -145,8 +120,10 @@ def test_two_gigabytes_and_three_seconds() -> None:
         import json, time
         import torch
         from peagle.catalog import find_pair
-        from peagle.loaded import load
         from peagle.pull import pull
+        from peagle.target.transformers_import import quick_imports
+        with quick_imports():  # As the commands do.
+            from peagle.loaded import load
         from peagle.target import load_target
         answer = load(dtype="float32").generate("Hello!", k=7, max_tokens=8)
         # getrusage would include the peak of the parent process
@@ -170,12 +147,24 @@ def test_two_gigabytes_and_three_seconds() -> None:
     assert measured["tokens"] > 4
 
 
-def test_readme_runs() -> None:
+def readme_code() -> str:
     """The four lines of the README, as they stand there, and what follows them."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     first, second = (block.split("```")[0] for block in readme.split("```python\n")[1:])
     assert len(first.strip().splitlines()) <= 4
-    out = subprocess.check_output([sys.executable, "-c", first + second], text=True, env=ONE_THREAD)
+    return first + second
+
+
+def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`test_whole_readme_runs` does not cut the first answer off, in a process of its own."""
+    monkeypatch.setattr(LoadedPair, "generate", partialmethod(LoadedPair.generate, max_tokens=16))
+    exec(readme_code().replace("max_tokens=60", "max_tokens=12"), {})
+    assert len(capsys.readouterr().out.split()) > 20
+
+
+@pytest.mark.slow
+def test_whole_readme_runs() -> None:
+    out = subprocess.check_output([sys.executable, "-c", readme_code()], text=True, env=ONE_THREAD)
     assert len(out.split()) > 30
 
 

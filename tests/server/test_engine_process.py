@@ -361,6 +361,7 @@ def test_one_of_two_replicas_is_killed(folder: Path, control: Path) -> None:
     in_process(folder, test, max_batch=1, replicas=2, device="cpu")
 
 
+@pytest.mark.slow  # test_replicas.py kills a server with more processes.
 def test_the_process_ends_with_its_front(folder: Path) -> None:
     with live_server(folder) as server:
         ready = server.log_line("worker ready")

@@ -347,6 +347,7 @@ def start(
     return process, json.loads(process.stderr.readline())
 
 
+@pytest.mark.slow  # tests/deploy/test_sagemaker_container.py starts such a server, too.
 def test_the_process_from_start_to_end(folder: Path) -> None:
     config = json.dumps(
         {"model": str(folder / "p-eagle"), "num_speculative_tokens": 2, "parallel_drafting": True}

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import openai
+import pytest
 
 from benchmarks.tool_calls import SCHEMAS, TOOLS
 from peagle import load
@@ -36,13 +37,19 @@ def call_of(client: openai.OpenAI, method: str, tool_choice: Any) -> tuple[str, 
     return name, "".join(delta.function.arguments or "" for delta in deltas if delta.function)
 
 
-def test_forced_calls_follow_their_schema() -> None:
+@pytest.mark.parametrize(
+    ("tool_choice", "chosen"),
+    [
+        pytest.param(NAMED, {"create_event"}, id="named"),
+        # The longer answer, for it chooses the tool; test_tools.py has a tiny target choose.
+        pytest.param("required", {*SCHEMAS}, id="required", marks=pytest.mark.slow),
+    ],
+)
+def test_forced_calls_follow_their_schema(tool_choice: Any, chosen: set[str]) -> None:
     backend = make_backend(load, pair=DEFAULT_PAIR, k="auto", kv_tokens=8192)
     with running(backend) as (_, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        for tool_choice in ("required", NAMED):
-            name, arguments = call_of(client, "p-eagle", tool_choice)
-            if tool_choice == "required":  # the longer answer: it chooses the tool
-                assert call_of(client, "none", tool_choice) == (name, arguments)
-            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
-    assert name == "create_event"
+        name, arguments = call_of(client, "p-eagle", tool_choice)
+        assert call_of(client, "none", tool_choice) == (name, arguments)
+    jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    assert name in chosen

@@ -17,6 +17,9 @@ ERRORS = {"raise": "a step failed", "lose": "CUDA error: unspecified launch fail
 
 
 def control_steps(file: Path) -> None:
+    from peagle.server.engines.engine_factory import import_models
+
+    import_models("cpu")  # As an engine process does, without what it does not need.
     from peagle.engine.loop import EngineLoop
 
     run = EngineLoop.run

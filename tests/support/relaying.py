@@ -16,7 +16,7 @@ from peagle.server.vllm.gateway import Gateway
 from peagle.server.vllm.vllm_launch import VllmLaunch
 from peagle.server.vllm.vllm_process import VllmProcess
 from peagle.server.web_server import Server
-from tests.support.serving import on_a_thread
+from tests.support.server_thread import on_a_thread
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -23,11 +22,10 @@ from peagle.loaded import LoadedPair
 from peagle.server.engines.engine_pool import MAX_EXTRA_ENGINES
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.app import build_app
-from peagle.server.http.backend import Backend
-from peagle.server.listener import listen
 from peagle.server.routes import create_engine_backend
 from peagle.server.settings import ServerSettings
 from peagle.server.web_server import Server
+from tests.support.server_thread import on_a_thread
 from tests.support.thread_engines import ThreadEngines
 from tests.support.tiny_models import MASK, make_drafter, make_target
 
@@ -151,22 +149,6 @@ async def ask(
     if body.get("stream") and code == 200:
         return events(response.text)
     return response.json()
-
-
-@contextmanager
-def on_a_thread(backend: Backend) -> Iterator[tuple[Server, str]]:
-    """A real server on a thread, and its address. It is stopped at the end."""
-    listener = listen("127.0.0.1", 0)
-    server = Server(backend)
-    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
-    thread.start()
-    try:
-        yield server, f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(timeout=40)
-        listener.close()
-        assert not thread.is_alive(), "the server does not stop"
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """Running Triton kernels in Triton's interpreter, in a process of its own."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ def run_interpreted_tests(*files: str) -> subprocess.CompletedProcess[str]:
 
 
 def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work around an error of Triton's interpreter (3.6), and remove a quarter of its overhead."""
+    """Work around an error of Triton's interpreter (3.6), and remove half of its overhead."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
@@ -34,6 +36,26 @@ def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
     _patch_once_per_launch(monkeypatch, interpreter)
+    _skip_overflow_checks(monkeypatch, interpreter)
+    _build_numpy_types_once(monkeypatch, interpreter)
+
+
+def _skip_overflow_checks(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """Compute no condition of an overflow, whose assertion Triton omits without its debug mode."""
+    builder = interpreter.interpreter_builder
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(builder, "options", options)
+
+
+def _build_numpy_types_once(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """Build Triton's dictionary of numpy types once per type, not once per tensor."""
+    get_numpy_type = interpreter._get_np_dtype
+    of_scalar = cache(get_numpy_type)
+
+    def numpy_type(dtype: Any) -> Any:
+        return get_numpy_type(dtype) if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)
 
 
 def _patch_once_per_launch(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
@@ -42,17 +64,18 @@ def _patch_once_per_launch(monkeypatch: pytest.MonkeyPatch, interpreter: Any) ->
     patch_language = interpreter._patch_lang
     patched: set[frozenset[str]] = set()
 
+    @cache
+    def language_names(fn: Callable[..., Any]) -> frozenset[str]:
+        languages = (interpreter.tl, interpreter.tl.core)
+        values = fn.__globals__.values()
+        return frozenset(v.__name__ for v in values if any(v is module for module in languages))
+
     def launch_unpatched(self: Any, *args: Any, **kwargs: Any) -> Any:
         patched.clear()
         return launch(self, *args, **kwargs)
 
     def patch_new_modules(fn: Callable[..., Any]) -> Any:
-        languages = (interpreter.tl, interpreter.tl.core)
-        names = frozenset(
-            value.__name__
-            for value in fn.__globals__.values()
-            if any(value is language for language in languages)
-        )
+        names = language_names(fn)
         if names in patched:
             return None  # the scope of the launch restores what it patched
         patched.add(names)

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peagle.target.transformers_import import PackageDistributions
+from tests.support.rope_models import rope_model
 from tests.support.script_server import ScriptServer, script_server
 
 ROOT = Path(__file__).parents[2]
@@ -42,10 +43,13 @@ def after_torch() -> Iterator[ScriptServer]:
 
 
 def test_models_load_and_run_without_heavy_modules(tmp_path: Path) -> None:
+    """Also one whose RoPE multiplies a list of factors with a range (longrope)."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes)
     model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
+    longrope = rope_model("phi3")
+    model.save_pretrained(tmp_path / "llama")
+    longrope.save_pretrained(tmp_path / "longrope")
     script = f"""
 import json, sys
 from pathlib import Path
@@ -53,15 +57,20 @@ from peagle.server.engines.engine_factory import import_models
 import_models("cpu")
 import torch
 from peagle.target import load_target
-target = load_target(Path({str(tmp_path)!r}), torch.float32, "cpu")
-logits = target.forward(torch.arange(6)).logits[-1].tolist()
-print(json.dumps([logits, [name for name in {HEAVY!r} if name in sys.modules]]))
+targets = [load_target(Path({str(tmp_path)!r}) / name, torch.float32, "cpu", context=40)
+    for name in ("llama", "longrope")]
+logits = [target.forward(torch.arange(6)).logits[-1].tolist() for target in targets]
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+with torch.device("meta"):
+    is_meta = torch.arange(2).is_meta
+print(json.dumps([logits, heavy, is_meta]))
 """
-    logits, heavy = run_script(script)
+    logits, heavy, is_meta = run_script(script)
     with torch.inference_mode():
-        expected = model(torch.arange(6)[None]).logits[0, -1]
-    assert heavy == []
-    torch.testing.assert_close(torch.tensor(logits), expected)
+        expected = [x(torch.arange(6)[None]).logits[0, -1] for x in (model, longrope)]
+    assert heavy == [] and is_meta
+    for ours, theirs in zip(logits, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(ours), theirs)
 
 
 def test_other_models_and_the_compiler_stay_reachable(after_torch: ScriptServer) -> None:
@@ -83,7 +92,11 @@ print(json.dumps([names, add(torch.ones(2)).tolist(), len(transformers.__all__) 
     assert last_line(after_torch.run(script)) == [names, [2.0, 2.0], True]
 
 
-@pytest.mark.parametrize("module", ["config", "variables.base"])
+@pytest.mark.parametrize(
+    "module",
+    # The compiler's package imports both of them itself.
+    ["config", pytest.param("variables.base", marks=pytest.mark.slow)],
+)
 def test_modules_of_the_compiler_are_executed_once(module: str, after_torch: ScriptServer) -> None:
     script = f"""
 from importlib.machinery import SourceFileLoader

@@ -62,6 +62,7 @@ PACK_TOKENS = {"cpu": 1024, "cuda": 4096}
 JUDGED_ANCHORS = {"cpu": 128, "cuda": 1024}  # anchors that are drafted for at once
 MAX_CACHE_BYTES = 1 << 30  # of the target's features on a CPU: later epochs skip the target
 REPLAY_HELD_OUT = 100  # prompts of the replay folder that judge
+MAX_REPLAYS = 4  # of an answer in an epoch, if the replay folder has too few for its share
 
 StepCallback = Callable[[int, int, float], None]  # steps done, steps in all, loss
 
@@ -277,7 +278,9 @@ def read_round(
     answers = read_documents([replay], target, length)
     replayed, held_out = split_held_out(answers, REPLAY_HELD_OUT, seed=0)
     tokens = len(training.ids) * settings.replay_share / (1 - settings.replay_share)
-    order = np.random.default_rng([settings.seed, len(training)]).permutation(len(replayed))
+    chance = np.random.default_rng([settings.seed, len(training)])
+    orders = [chance.permutation(len(replayed)) for _ in range(MAX_REPLAYS)]
+    order = np.concatenate(orders)
     count = int(np.searchsorted(np.cumsum(replayed.lengths[order]), tokens))
     chosen = [replayed[i] for i in order[:count].tolist()]
     joined = join_documents([*(training[i] for i in range(len(training))), *chosen])
