@@ -23,7 +23,7 @@ from benchmarks.exact_products import MATRICES
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import skinny_gemm
-from peagle.kernels.triton.attention_plan import new_split_counters
+from peagle.kernels.triton.attention.attention_plan import new_split_counters
 from peagle.kernels.triton.batch_invariant import gemm, paged_attention
 from peagle.kernels.triton.batch_invariant.vendor_gemm import own_product
 from tests.support import fake_gpu

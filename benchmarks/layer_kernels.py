@@ -34,7 +34,8 @@ from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import rotated_attention, skinny_gemm
+from peagle.kernels.triton import skinny_gemm
+from peagle.kernels.triton.attention import rotated_attention
 from peagle.kernels.triton.experts import tiles
 from peagle.kernels.triton.launch import dependent_launch
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead

@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.exact_registers import CompiledKernels, new_pass
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import paged_attention, rope_store, rotated_attention
-from peagle.kernels.triton.attention_plan import new_split_counters
+from peagle.kernels.triton.attention import paged_attention, rope_store, rotated_attention
+from peagle.kernels.triton.attention.attention_plan import new_split_counters
 from peagle.kernels.triton.batch_invariant import paged_attention as invariant
 
 PASSES = ((1, 1), (1, 8), (8, 1), (8, 8))  # requests, rows

@@ -21,11 +21,10 @@ from peagle.kernels.triton import (
     argmax,
     expand_rows,
     gather_rows,
-    paged_attention,
-    rope_store,
     skinny_gemm,
     swiglu,
 )
+from peagle.kernels.triton.attention import paged_attention, rope_store
 from peagle.row_layout import draft_rows
 from peagle.target.quantized.codes import QuantizedWeight
 from tests.support import (

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import paged_attention, rope_store, rotated_attention
+from peagle.kernels.triton.attention import paged_attention, rope_store, rotated_attention
 from peagle.kernels.triton.batch_invariant import paged_attention as invariant
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from tests.support.comparing import near, some

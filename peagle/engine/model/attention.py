@@ -16,13 +16,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from peagle.kernels.attention_params import UNLIMITED_WINDOW, AttentionHeads, AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass, visible_keys
-from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
-from peagle.kernels.triton.paged_attention import paged_attention
-from peagle.kernels.triton.rope_store import rope_store
-from peagle.kernels.triton.rotated_attention import (
+from peagle.kernels.triton.attention.paged_attention import paged_attention
+from peagle.kernels.triton.attention.rope_store import rope_store
+from peagle.kernels.triton.attention.rotated_attention import (
     rotated_attention,
     supports_rotated_attention,
 )
+from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 
 BLOCK_ROWS = 8
 

@@ -1,11 +1,23 @@
 """The kernel of batch-invariant attention; see paged_attention.py."""
 
-from peagle.kernels.triton.attention_plan import LOG2_E, UNSEEN_SCORE
+from peagle.kernels.triton.attention.attention_plan import LOG2_E, UNSEEN_SCORE
 
 try:
     import triton
     import triton.language as tl
 
+    from peagle.kernels.triton.attention.rotary_rows import (
+        HeadCache,
+        NewRows,
+        QkvProduct,
+        QkvSizes,
+        RopeTable,
+        load_angles,
+        load_new_angles,
+        load_norm,
+        load_rotated,
+        store_new_keys,
+    )
     from peagle.kernels.triton.batch_invariant.attention_blocks import (
         attend_block,
         load_splits,
@@ -19,18 +31,6 @@ try:
         attend_tail,
     )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
-    from peagle.kernels.triton.rotary_rows import (
-        HeadCache,
-        NewRows,
-        QkvProduct,
-        QkvSizes,
-        RopeTable,
-        load_angles,
-        load_new_angles,
-        load_norm,
-        load_rotated,
-        store_new_keys,
-    )
 except ImportError:
     triton = None
 

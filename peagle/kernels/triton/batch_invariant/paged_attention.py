@@ -1,6 +1,6 @@
 """Attention over paged keys and values, in an order that the position of a row alone decides.
 
-Rows, pages and visibility are those of paged_attention.py in the folder above. The keys of a
+Rows, pages and visibility are those of attention/paged_attention.py. The keys of a
 request are cut into blocks of BLOCK_KEYS by their position, and block i belongs to split
 i % KEY_SPLITS. A row runs an online softmax over the blocks of each split in turn, and the splits
 are merged in their order:
@@ -34,7 +34,8 @@ from torch import Tensor
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.attention_plan import LOG2_E, new_split_counters, split_buffers
+from peagle.kernels.triton.attention.attention_plan import LOG2_E, new_split_counters, split_buffers
+from peagle.kernels.triton.attention.rotary_rows import Rotation, rotation_arguments
 from peagle.kernels.triton.batch_invariant.attention_plan import (
     AttentionPlan,
     block_sizes,
@@ -42,7 +43,6 @@ from peagle.kernels.triton.batch_invariant.attention_plan import (
 )
 from peagle.kernels.triton.batch_invariant.tree_lanes import tree_lanes
 from peagle.kernels.triton.launch.dependent_launch import launch_options
-from peagle.kernels.triton.rotary_rows import Rotation, rotation_arguments
 
 try:
     import triton

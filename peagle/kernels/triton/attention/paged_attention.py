@@ -35,7 +35,7 @@ from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass, visible_keys
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.attention_plan import (
+from peagle.kernels.triton.attention.attention_plan import (
     LOG2_E,
     UNSEEN_SCORE,
     LaunchPlan,
@@ -45,19 +45,18 @@ from peagle.kernels.triton.attention_plan import (
     score_scales,
     split_buffers,
 )
+from peagle.kernels.triton.attention.rotary_rows import Rotation, rotation_arguments
 from peagle.kernels.triton.launch.dependent_launch import launch_options
-from peagle.kernels.triton.rotary_rows import Rotation, rotation_arguments
 
 try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.attention_blocks import (
+    from peagle.kernels.triton.attention.attention_blocks import (
         merge_splits,
         visible_to_rows,
     )
-    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
-    from peagle.kernels.triton.rotary_rows import (
+    from peagle.kernels.triton.attention.rotary_rows import (
         HeadCache,
         NewRows,
         QkvProduct,
@@ -69,6 +68,7 @@ try:
         load_rotated,
         store_new_keys,
     )
+    from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
 

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import paged_attention, rope_store, skinny_gemm, uses_triton
+from peagle.kernels.triton import skinny_gemm, uses_triton
+from peagle.kernels.triton.attention import paged_attention, rope_store
+from peagle.kernels.triton.attention.rotary_rows import Rotation
 from peagle.kernels.triton.batch_invariant import paged_attention as invariant
-from peagle.kernels.triton.rotary_rows import Rotation
 
 MAX_ROWS = skinny_gemm.MAX_ROWS
 # In larger blocks, instructions (wgmma) wait for each other if the queries are computed.

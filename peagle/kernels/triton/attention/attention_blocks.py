@@ -1,6 +1,6 @@
 """Parts of the kernel of paged attention: visible keys, and merged splits."""
 
-from peagle.kernels.triton.attention_plan import UNSEEN_SCORE
+from peagle.kernels.triton.attention.attention_plan import UNSEEN_SCORE
 
 try:
     import triton

@@ -1,14 +1,15 @@
 """Rows of a qkv product that are rotated while they are loaded, inside attention.
 
-A program of rotated attention (rotated_attention.py) loads its queries, and the keys and values of
-the new rows, from the product instead of the cache. Dimension i of a head rotates with dimension
+A program of rotated attention (rotated_attention.py) loads its queries from the product, and keys
+and values of new rows, which it stores. Dimension i of a head rotates with dimension
 (i + rot/2) % rot, which a second load brings to the same place of the tile:
 
     d=4, rot=4      dims     0        1        2        3
                     pairs    2        3        0        1
                     sines   -sin 0   -sin 1    sin 0    sin 1
 
-Results are rounded where rope_store rounds, so without head norms they have the same bits.
+Results are rounded where rope_store rounds, so without head norms they have the same bits. Angles
+and norms are older than the kernel in front: they are loaded before `wait_for_inputs`.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ class Rotation(NamedTuple):
 
 
 class QkvProduct(NamedTuple):
-    """In a kernel."""
+    """The product, or its partial sums; in a kernel."""
 
     qkv_ptr: Any
     stride_split: Any

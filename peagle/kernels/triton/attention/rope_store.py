@@ -29,8 +29,8 @@ try:
     import triton
     import triton.language as tl
 
+    from peagle.kernels.triton.attention.rotary_rows import load_sum, scale_by_norm
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
-    from peagle.kernels.triton.rotary_rows import load_sum, scale_by_norm
 except ImportError:  # without Triton the reference runs
     triton = None
 
