@@ -15,10 +15,11 @@ from torch import Tensor
 from benchmarks.exact_registers import CompiledKernels, new_pass
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.attention import paged_attention, rope_store, rotated_attention
+from peagle.kernels.triton.attention import paged_attention, rotated_attention
 from peagle.kernels.triton.attention.attention_plan import new_split_counters
 from peagle.kernels.triton.batch_invariant import paged_attention as invariant
 
+MODULES = (paged_attention, invariant, rotated_attention)
 PASSES = ((1, 1), (1, 8), (8, 1), (8, 8))  # requests, rows
 
 
@@ -65,7 +66,7 @@ def run_layer(shape: LayerShape, rows: RowPass, exact: bool, rotates: bool) -> T
 
 def main() -> None:
     names = sys.argv[1].split(",") if len(sys.argv) > 1 else list(SHAPES)
-    compiled = CompiledKernels((paged_attention, invariant, rotated_attention, rope_store))
+    compiled = CompiledKernels(MODULES)
     spilled = 0
     for name in names:
         for exact in (False, True):
