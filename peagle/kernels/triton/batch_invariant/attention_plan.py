@@ -20,7 +20,7 @@ MAX_BLOCK_QUERIES_FLOAT32 = 32
 PARALLEL_PROGRAMS = 100  # blocks of queries that leave room for a program per split
 WIDE_PROGRAMS = 16  # blocks of queries whose programs have 8 warps
 SMALL_PROGRAMS = 520  # blocks of queries that are not made larger
-TREE_BLOCK_ROWS = 4  # whose lanes are one chunk
+TREE_BLOCK_ROWS = 4  # whose lanes are one chunk, with heads of up to 64 dimensions
 TREE_BLOCK_QUERIES = 32
 SMALL_TREE_PROGRAMS = 400  # blocks of a tree's queries that are not made larger
 

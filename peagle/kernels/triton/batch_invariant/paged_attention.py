@@ -24,7 +24,7 @@ each row are gathered in the order of their positions, the ancestors where a cha
     position         64  65  66  67  68
     KV position      64  65  66  67  70     66 + the row of the ancestor
 
-While the tail of one row is processed, the other rows of the block see no key.
+The other rows of the block have weights of 0 for these keys (tree_tail.py).
 
 Shapes: query and result [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d].
 """
@@ -164,7 +164,8 @@ if triton is not None:
         shared_blocks = blocks
         if TREE:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
-        used_splits = tl.minimum(blocks, SPLITS)
+        # At least one program writes rows that see no key: those behind the end of the pages.
+        used_splits = tl.maximum(tl.minimum(blocks, SPLITS), 1)
         own_splits = used_splits  # of this program
         if PARALLEL:
             own_splits = 1
