@@ -1,18 +1,16 @@
 """The figure of docs/learn.md: acceptance lengths before and after, and tokens/s while it learns.
 
-python tools/learn_figure.py docs/results/h200-learn/rows.jsonl [--out docs/learn.png]
+python -m tools.learn_figure docs/results/h200-learn/rows.jsonl [--out docs/learn.png]
 """
 
 import argparse
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 from peagle.errors import UserError
-from peagle.paths import write_bytes
-from peagle.report.charts import STYLE
 from peagle.report.palette import LIGHT
+from tools.figure_file import write_figure
 
 KINDS = {0: ("greedy", "p-eagle"), 1: ("sampled", "s0")}  # of waves: label and color
 Row = dict[str, Any]
@@ -48,21 +46,11 @@ def promotions(waves: list[Row]) -> dict[int, float]:
 
 
 def draw(parts: dict[str, list[Row]], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("the figure needs matplotlib: pip install 'peagle[bench]'") from error
-    from matplotlib.figure import Figure
-
-    style: Any = STYLE
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9.4, 3.8), layout="constrained", facecolor="white")
-        left, right = figure.subplots(1, 2)
+    def fill(left: Any, right: Any) -> None:
         draw_lengths(left, parts["report"])
         draw_speeds(right, parts["learn"])
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=150, metadata={"Software": None})
-        write_bytes(path, content.getvalue())
+
+    write_figure(path, (9.4, 3.8), fill)
 
 
 def draw_lengths(axes: Any, sets: list[Row]) -> None:
