@@ -1,7 +1,7 @@
 """The figure of docs/moe.md: P-EAGLE over EAGLE-3, each at its best K, on a mixture of experts.
 
-    python tools/moe_figure.py CELLS.json ... [--out docs/moe.png]    # files of bench-step --out
-    python tools/moe_figure.py --profiles    # prints the options --profile of these measurements
+    python -m tools.moe_figure CELLS.json ... [--out docs/moe.png]    # files of bench-step --out
+    python -m tools.moe_figure --profiles    # prints the options --profile of these measurements
 
 It prints the table of that page. Profiles are geometric: every draft is accepted with the same
 probability r, given the ones before it, so position i has r^i; r is such that 1 + r + ... + r^7 is
@@ -10,7 +10,6 @@ profile.
 """
 
 import argparse
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from peagle.errors import UserError
-from peagle.paths import write_bytes
-from peagle.report.charts import STYLE
 from peagle.report.palette import LIGHT, MARKERS
+from tools.figure_file import write_figure
 
 K = 7
 ACCEPTANCE_LENGTHS = {"p-eagle": 3.94, "eagle3": 3.03}  # HumanEval, GPT-OSS-20B, K = 7
@@ -104,21 +102,11 @@ def markdown(best: dict[str, dict[int, BestCell]]) -> str:
 
 
 def draw(best: dict[str, dict[int, BestCell]], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("the figure needs matplotlib: pip install 'peagle[bench]'") from error
-    from matplotlib.figure import Figure
-
-    style: Any = STYLE
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9.4, 4.2), layout="constrained", facecolor="white")
-        left, right = figure.subplots(1, 2)
+    def fill(left: Any, right: Any) -> None:
         draw_ratio(left, speedups(best))
         draw_speeds(right, best)
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=150, metadata={"Software": None})
-        write_bytes(path, content.getvalue())
+
+    write_figure(path, (9.4, 4.2), fill)
 
 
 def draw_ratio(axes: Any, ratios: dict[int, float]) -> None:

@@ -53,7 +53,9 @@ def skip_meta(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def create_on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def create(*args: Any, device: Any = None, **options: Any) -> Tensor:
-        if device is None and args != ([],):  # transformers creates [] to find the current device.
+        # transformers creates [] to find the current device.
+        is_probe = len(args) == 1 and isinstance(args[0], list) and not args[0]
+        if device is None and not is_probe:
             device = "cpu"
         return function(*args, device=device, **options)
 

@@ -88,6 +88,29 @@ def test_a_job_that_ignores_sigterm_is_killed_even_if_stopped() -> None:
     assert job.end(timeout=0.1) == -signal.SIGKILL
 
 
+def test_workers_live_until_the_job_has_ended(tmp_path: Path) -> None:
+    """SIGTERM reaches the job alone; SIGKILL ends what it leaves."""
+    out = tmp_path / "worker"
+    script = f"""
+import pathlib, signal, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+out = pathlib.Path({str(out)!r})
+def end(*_):
+    time.sleep(0.2)
+    out.write_text(f"{{worker.pid}} {{worker.poll()}}")
+    sys.exit(3)
+signal.signal(signal.SIGTERM, end)
+out.touch()
+while True: time.sleep(1)
+"""
+    job = ThrottledJob([sys.executable, "-c", script], nice=0)
+    wait_for(out.exists)
+    assert job.end() == 3
+    pid, state = out.read_text().split()
+    assert state == "None"
+    wait_for(lambda: process_state(int(pid)) in ("gone", "Z"))
+
+
 def test_a_job_has_the_lowest_priority() -> None:
     job = ThrottledJob(SPIN)
     assert os.getpriority(os.PRIO_PROCESS, job.pid) == 19

@@ -141,11 +141,17 @@ class Handler(BaseHTTPRequestHandler):
             number = len(server.requests)
             server.concurrent += 1
             server.max_concurrent = max(server.max_concurrent, server.concurrent)
+        self.is_counted = True
         try:
             self.answer(body, number)
         finally:
-            with server.lock:
-                server.concurrent -= 1
+            self.stop_counting()
+
+    def stop_counting(self) -> None:
+        """No longer count this request: its client may send the next one at the end of it."""
+        with self.server.lock:
+            self.server.concurrent -= self.is_counted
+            self.is_counted = False
 
     def answer(self, body: dict[str, Any], number: int) -> None:
         failure = self.server.failure
@@ -168,6 +174,7 @@ class Handler(BaseHTTPRequestHandler):
             self.event(
                 {"choices": [{"delta": {"content": f"w{i} w{i + 1} "}, "finish_reason": None}]}
             )
+        self.stop_counting()
         self.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
         if failure != "no usage":
             self.event({"choices": [], "usage": {"completion_tokens": self.server.words}})

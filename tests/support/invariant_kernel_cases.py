@@ -4,8 +4,10 @@ In the interpreter, a product is the sum over its inputs in their order, as a te
 it; numpy's own order depends on the number of rows.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -191,10 +193,12 @@ def check_trees(
     rows = pass_of(table, first, nodes)
     rows.positions = first + torch.tensor(depths, device=device)
     rows.tree_masks = torch.tensor(masks, device=device)
+    unknown_depth = replace(rows, _cache={})
     rows.tree_depth = max(depths)
     assert torch.equal(tree_lanes.tree_lanes(rows), tree_lanes.reference(rows))
     with chained_products():
         results = [attend(query, caches, rows, params, plan) for plan in PLANS]
+        results.append(attend(query, caches, unknown_depth, params, PLANS[1]))
         assert all(torch.equal(result, results[0]) for result in results)
         for leaf in set(range(nodes)) - set(parents):
             path = [i for i in range(nodes) if masks[leaf] >> i & 1]
@@ -205,6 +209,34 @@ def check_trees(
             assert torch.equal(alone, results[0][path])
 
 
+def check_tree_lanes(depth: int, device: str, dtype: torch.dtype) -> None:
+    """Trees of several requests, one of which has no rows; the pages of one end in its tree."""
+    counts = torch.tensor([3, 0, 4], dtype=torch.int32, device=device)
+    firsts = torch.tensor([30, 0, 13], dtype=torch.int32, device=device)
+    starts = counts.cumsum(0).int() - counts
+    tables = torch.tensor([[5, 1], [0, 0], [2, 7]], dtype=torch.int32, device=device)
+    masks = torch.tensor([0b1, 0b11, 0b101, 0b1, 0b11, 0b111, 0b1001], device=device)
+    rows = RowPass(masks, masks, tables, starts, counts, firsts, 6, PAGE, masks, depth)
+    slots = tree_lanes.tree_lanes(rows)
+    assert torch.equal(slots, tree_lanes.reference(rows))
+    assert slots[2, 14:16].tolist() == [1 * PAGE + 14, -1]  # Position 32 has no page.
+    assert slots[6, 13:16].tolist() == [2 * PAGE + 13, 7 * PAGE, -1]
+
+
+def check_rows_behind_the_pages(device: str, dtype: torch.dtype) -> None:
+    """Rows whose window begins behind the last page see no key, and are written all the same."""
+    d, count, first = 16, 11, 511
+    table = torch.arange(32, dtype=torch.int32, device=device)[None]
+    caches = some(2, 32 * PAGE, 1, d).to(device, dtype)
+    query = some(count, 1, d, seed=4).to(device, dtype)
+    rows = pass_of(table, first, count)
+    params = AttentionParams(d**-0.5, 3)
+    with chained_products():
+        results = [attend(query, caches, rows, params, plan) for plan in PLANS]
+    assert all(torch.equal(result[:3], results[0][:3]) for result in results)
+    assert all(result.isfinite().all() for result in results)
+
+
 def attend(
     query: torch.Tensor,
     caches: torch.Tensor,
@@ -212,7 +244,7 @@ def attend(
     params: AttentionParams,
     plan: AttentionPlan,
 ) -> torch.Tensor:
-    out = torch.zeros_like(query)
+    out = torch.full_like(query, math.nan)  # No row may be left out.
     return invariant_attention(query, caches[0], caches[1], rows, params, out, plan=plan)
 
 
@@ -230,6 +262,9 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
         check_chains, 1, 1, None, True, 569
     ),
     "exact attention, window, sinks": partial(check_chains, 2, 1, 20, True, 57),
+    "exact attention, rows behind the pages": check_rows_behind_the_pages,
+    "exact trees, lanes": partial(check_tree_lanes, 2),
+    "exact trees, lanes of an unknown depth": partial(check_tree_lanes, 0),
     "exact trees": partial(check_trees, 2, 60, None),
     "exact trees, window": partial(check_trees, 1, 131, 70),
     "exact trees, window that ends beside them": partial(check_trees, 1, 66, 3),

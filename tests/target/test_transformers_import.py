@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from peagle.target.meta_initialization import no_meta_initialization
 from peagle.target.transformers_import import PackageDistributions
 from tests.support.rope_models import rope_model
 from tests.support.script_server import ScriptServer, script_server
@@ -71,6 +73,16 @@ print(json.dumps([logits, heavy, is_meta]))
     assert heavy == [] and is_meta
     for ours, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(torch.tensor(ours), theirs)
+
+
+def test_values_are_created_on_the_cpu_while_a_model_is_created() -> None:
+    """Those of arrays, too. An empty list tells transformers the current device."""
+    with no_meta_initialization(), torch.device("meta"):
+        assert torch.tensor([]).is_meta and torch.empty(2).is_meta
+        assert torch.tensor([1.0], device="meta").is_meta
+        for values in ([1.0, 2.0], np.array([1.0, 2.0]), np.array([1.0])):
+            assert torch.tensor(values).device.type == "cpu"
+        assert torch.arange(3).tolist() == [0, 1, 2]
 
 
 def test_other_models_and_the_compiler_stay_reachable(after_torch: ScriptServer) -> None:

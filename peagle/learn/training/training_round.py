@@ -279,8 +279,7 @@ def read_round(
     replayed, held_out = split_held_out(answers, REPLAY_HELD_OUT, seed=0)
     tokens = len(training.ids) * settings.replay_share / (1 - settings.replay_share)
     chance = np.random.default_rng([settings.seed, len(training)])
-    orders = [chance.permutation(len(replayed)) for _ in range(MAX_REPLAYS)]
-    order = np.concatenate(orders)
+    order = np.concatenate([chance.permutation(len(replayed)) for _ in range(MAX_REPLAYS)])
     count = int(np.searchsorted(np.cumsum(replayed.lengths[order]), tokens))
     chosen = [replayed[i] for i in order[:count].tolist()]
     joined = join_documents([*(training[i] for i in range(len(training))), *chosen])

@@ -174,7 +174,8 @@ if triton is not None:
         shared_blocks = blocks
         if TREE:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
-        used_splits = tl.minimum(blocks, SPLITS)
+        # At least one program writes rows that see no key: those behind the end of the pages.
+        used_splits = tl.maximum(tl.minimum(blocks, SPLITS), 1)
         own_splits = used_splits  # of this program
         if PARALLEL:
             own_splits = 1

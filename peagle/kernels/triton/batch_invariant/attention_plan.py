@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.batch_invariant.tree_lanes import num_lanes
+from peagle.kernels.triton.batch_invariant.tree_lanes import max_depth, num_lanes
 
 try:
     import triton
@@ -20,7 +20,7 @@ MAX_BLOCK_QUERIES_FLOAT32 = 32
 PARALLEL_PROGRAMS = 100  # blocks of queries that leave room for a program per split
 WIDE_PROGRAMS = 16  # blocks of queries whose programs have 8 warps
 SMALL_PROGRAMS = 520  # blocks of queries that are not made larger
-TREE_BLOCK_ROWS = 4  # whose lanes are one chunk
+TREE_BLOCK_ROWS = 4  # whose lanes are one chunk, with heads of up to 64 dimensions
 TREE_BLOCK_QUERIES = 32
 SMALL_TREE_PROGRAMS = 400  # blocks of a tree's queries that are not made larger
 
@@ -48,11 +48,11 @@ def plan_attention(
     if programs <= PARALLEL_PROGRAMS:
         warps = 8 if programs <= WIDE_PROGRAMS and not is_tree else 4
         return AttentionPlan(block_rows, smallest, True, warps)
-    if is_tree and programs <= SMALL_TREE_PROGRAMS:
-        return AttentionPlan(block_rows, smallest, False, 4)
     if is_tree:
-        queries = max(smallest, TREE_BLOCK_QUERIES)
-        return AttentionPlan(queries // group, queries, False, 4)
+        if programs > SMALL_TREE_PROGRAMS:
+            smallest = max(smallest, TREE_BLOCK_QUERIES)
+            block_rows = smallest // group
+        return AttentionPlan(block_rows, smallest, False, 4)
     most = MAX_BLOCK_QUERIES if cache.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
     wanted = 16
     while programs > SMALL_PROGRAMS and wanted < min(most, max_rows * group):
@@ -93,7 +93,7 @@ def tree_sizes(rows: RowPass, d: int, block_rows: int) -> dict[str, int | bool]:
     return {
         "TREE": True,
         "ONE_CHUNK": block_rows * lanes <= block_lanes,
-        "DEPTH": rows.tree_depth or rows.max_rows - 1,
+        "DEPTH": max_depth(rows),
         "LANES": lanes,
         "BLOCK_NODES": max(16, triton.next_power_of_2(rows.max_rows)),
         "BLOCK_LANES": block_lanes,

@@ -24,7 +24,7 @@ each row are gathered in the order of their positions, the ancestors where a cha
     position         64  65  66  67  68
     KV position      64  65  66  67  70     66 + the row of the ancestor
 
-While the tail of one row is processed, the other rows of the block see no key.
+The other rows of the block have weights of 0 for these keys (tree_tail.py).
 
 Shapes: query and result [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d].
 """

@@ -124,7 +124,12 @@ def tree_lanes(rows: RowPass) -> Tensor:
 
 
 def num_lanes(rows: RowPass) -> int:
-    return most_lanes(rows.tree_depth or rows.max_rows - 1)
+    return most_lanes(max_depth(rows))
+
+
+def max_depth(rows: RowPass) -> int:
+    """An upper bound of the depth of a tree's rows: a tree may be a chain of all its rows."""
+    return rows.tree_depth or rows.max_rows - 1
 
 
 def _tree_lanes(rows: RowPass) -> Tensor:
