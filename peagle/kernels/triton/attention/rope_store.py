@@ -29,7 +29,11 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.attention.rotary_rows import load_sum, scale_by_norm
+    from peagle.kernels.triton.attention.rotary_rows import (
+        load_sum,
+        rounded_product,
+        scale_by_norm,
+    )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
@@ -96,11 +100,9 @@ if triton is not None:
     @triton.jit
     def _rotate_halves(left, right, cos, sin, dtype):  # type: ignore[no-untyped-def]
         """Rotated halves in float32; products are rounded to dtype."""
-        cos = cos.to(dtype).to(tl.float32)[None, :]
-        sin = sin.to(dtype).to(tl.float32)[None, :]
-        x, y = left.to(tl.float32), right.to(tl.float32)
-        new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
-        new_right = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
+        cos, sin = cos.to(dtype)[None, :], sin.to(dtype)[None, :]
+        new_left = rounded_product(left, cos, dtype) - rounded_product(right, sin, dtype)
+        new_right = rounded_product(right, cos, dtype) + rounded_product(left, sin, dtype)
         return new_left, new_right
 
     @triton.jit

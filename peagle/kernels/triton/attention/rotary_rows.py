@@ -144,6 +144,14 @@ if triton is not None:
         return (weight.to(tl.float32)[None, :] * (x * scale).to(dtype).to(tl.float32)).to(dtype)
 
     @triton.jit
+    def rounded_product(x, y, dtype):  # type: ignore[no-untyped-def]
+        """x * y, rounded to dtype, in float32.
+
+        A compiler computes plain products of bf16 in bf16, and fuses one of two with their sum.
+        """
+        return tl.fma(x.to(tl.float32), y.to(tl.float32), 0.0).to(dtype).to(tl.float32)
+
+    @triton.jit
     def _pair_dims(sizes):  # type: ignore[no-untyped-def]
         return (tl.arange(0, sizes.BLOCK_D) + sizes.ROT // 2) % sizes.ROT
 
@@ -193,9 +201,8 @@ if triton is not None:
             x = scale_by_norm(wide, scale, norm[0], dtype)
             pair = scale_by_norm(pair.to(tl.float32), scale, norm[1], dtype)
         # Products are rounded, then the sum.
-        plain = (x.to(tl.float32) * cos.to(tl.float32)).to(dtype).to(tl.float32)
-        turned = (pair.to(tl.float32) * sin.to(tl.float32)).to(dtype).to(tl.float32)
-        rotated = (plain + turned).to(dtype)
+        turned = rounded_product(pair, sin, dtype)
+        rotated = (rounded_product(x, cos, dtype) + turned).to(dtype)
         if sizes.ROT < sizes.D:
             rotated = tl.where((dims < sizes.ROT)[None, :], rotated, x)
         return rotated
