@@ -60,12 +60,11 @@ def supports_rotated_attention(
     if not params.batch_invariant:
         plan = paged_attention.plan_pass(rows, heads.num_heads, key_cache)
         return plan.block_rows <= MAX_BLOCK_QUERIES
-    # The order in which a norm adds depends on the tile. Sums in float32 are rounded otherwise than
-    # in rope_store on a GPU, where they may be fused with products.
+    # The order in which a norm adds depends on the tile. Passes in float32 on a GPU are not exact.
     has_norms = heads.q_norm is not None or heads.k_norm is not None
-    rounds_alike = key_cache.element_size() == 2 or not qkv.is_cuda
+    is_exact = key_cache.element_size() == 2 or not qkv.is_cuda
     exact_plan = invariant.plan_pass(rows, heads.num_heads, key_cache)
-    return rounds_alike and not has_norms and exact_plan.block_queries <= MAX_BLOCK_QUERIES
+    return is_exact and not has_norms and exact_plan.block_queries <= MAX_BLOCK_QUERIES
 
 
 def rotated_attention(
