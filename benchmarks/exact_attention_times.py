@@ -11,11 +11,11 @@ from benchmarks.exact_attention import HEADS, chain_rows, new_caches, plans, tre
 from benchmarks.exact_kernels import DEVICE, clear_cached, microseconds
 from benchmarks.part_report import PartReport
 from peagle.kernels.attention_params import AttentionParams
-from peagle.kernels.triton.attention_plan import new_split_counters
+from peagle.kernels.triton.attention.attention_plan import new_split_counters
+from peagle.kernels.triton.attention.paged_attention import paged_attention
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, plan_attention
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
-from peagle.kernels.triton.paged_attention import paged_attention
 
 LAYERS = 4  # whose keys come from memory, as in a step
 REPEATS = 3

@@ -9,8 +9,9 @@ assembled by Triton's ptxas. `serialized`: ptxas makes tensor-core products wait
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from benchmarks.exact_products import MATRICES
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import skinny_gemm
-from peagle.kernels.triton.attention_plan import new_split_counters
+from peagle.kernels.triton.attention.attention_plan import new_split_counters
 from peagle.kernels.triton.batch_invariant import gemm, paged_attention
 from peagle.kernels.triton.batch_invariant.vendor_gemm import own_product
 from tests.support import fake_gpu
@@ -36,7 +37,8 @@ PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 class CompiledKernels:
     """The kernels that were launched, compiled for Hopper instead."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[ModuleType]) -> None:
+        """`modules`: those that launch kernels, or decide whether to."""
         fake_gpu.set_active()
         self.kernels: list[Any] = []
         compile_kernel = JITFunction.run
@@ -47,15 +49,18 @@ class CompiledKernels:
             return kernel
 
         JITFunction.run = run
-        for module in (skinny_gemm, gemm, paged_attention):
+        for module in modules:
             module.uses_triton = lambda x: True  # type: ignore[attr-defined]
             module.launch_options = lambda x: {"DEPENDENT": True, "launch_pdl": True}  # type: ignore[attr-defined]
 
-    def print_kernel(self, name: str, launch: Callable[[], object]) -> None:
+    def print_kernel(self, name: str, launch: Callable[[], object]) -> int:
+        """Returns the number of kernels that spill."""
         launch()
-        for kernel in self.kernels:
-            print(f"{name:44} {assembled(kernel)}", flush=True)
+        lines = [assembled(kernel) for kernel in self.kernels]
+        for line in lines:
+            print(f"{name:44} {line}", flush=True)
         self.kernels.clear()
+        return sum(", 0 bytes spilled" not in line for line in lines)
 
 
 def assembled(kernel: Any) -> str:
@@ -93,7 +98,7 @@ def attend(heads: tuple[int, int, int], rows: RowPass) -> Tensor:
 
 
 def main() -> None:
-    compiled = CompiledKernels()
+    compiled = CompiledKernels((skinny_gemm, gemm, paged_attention))
     paged_attention.tree_lanes = lambda rows: rows.positions.int()
     for name, (n, k) in MATRICES.items():
         weight = torch.empty(n, k, dtype=torch.bfloat16)

@@ -1,7 +1,8 @@
 """Time the kernels of a target's layers on a GPU, with random weights.
 
     python -m benchmarks.layer_kernels qwen3-30b-a3b,gpt-oss-20b [--layers 12] [--rows 1x1,8x1,8x6]
-        [--experts mxfp4] [--variants off,on,on+weights+rows] [--kernels] [--seconds 120]
+        [--experts mxfp4] [--variants on+weights+rows,on+weights+rows+rotate] [--kernels]
+        [--seconds 120]
 
 The first layers of a shape run in one CUDA graph, as in a step. `--rows` are requests x rows of
 each. Results are microseconds per layer and the share of the floor: the bytes of the matrices, of
@@ -10,7 +11,8 @@ experts those touched, over the bandwidth; and whether they are equal to those o
 Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
 words, joined by +, switch on one thing each: `weights` of products load before their inputs exist
 (skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py);
-`products` and `attention`: those of exact mode (batch_invariant/).
+`rotate`: attention rotates few rows itself (rotated_attention.py), which changes the bits of models
+with head norms only; `products` and `attention`: those of exact mode (batch_invariant/).
 With `--alike`, the rows of a request are alike and choose the same experts, as those of a draft do.
 `--kernels` lists the mean duration of each kernel in a layer.
 """
@@ -33,6 +35,7 @@ from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import skinny_gemm
+from peagle.kernels.triton.attention import rotated_attention
 from peagle.kernels.triton.experts import tiles
 from peagle.kernels.triton.launch import dependent_launch
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
@@ -41,6 +44,7 @@ from peagle.target import Target
 BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
 CONTEXT = 256
+VARIANTS = "off,on,on+weights+rows,on+weights+rows+rotate"
 SKINNY_TILES = skinny_gemm.tile_sizes
 ALIKE_ROWS = tiles.ALIKE_ROWS
 
@@ -67,6 +71,7 @@ def switch(variant: str, target: FusedLlamaTarget) -> None:
             return chosen._replace(early=0)
         return chosen
 
+    rotated_attention.MAX_ROWS = skinny_gemm.MAX_ROWS if "rotate" in words else 0
     tiles.ALIKE_ROWS = ALIKE_ROWS if "rows" in words else 1
     skinny_gemm.tile_sizes = skinny_tiles
 
@@ -199,7 +204,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rows", default="1x1,1x6,8x1,8x6")
     parser.add_argument("--experts")
-    parser.add_argument("--variants", default="off,on,on+weights+rows")
+    parser.add_argument("--variants", default=VARIANTS)
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--alike", action="store_true", help="the rows of a request are alike")
     parser.add_argument("--seconds", type=float, default=300, help="no more cases after these")

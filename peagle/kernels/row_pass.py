@@ -41,6 +41,7 @@ class RowPass:
     tree_masks: Tensor | None = None  # [T] int64: bit j is set if the row attends to row j
     tree_depth: int = 0  # upper bound of the depth of a tree's rows; 0: not known
     bidirectional_rows: int = 0
+    reads_new_keys: bool = False  # A request may read keys that another one stores in this pass.
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:

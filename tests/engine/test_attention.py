@@ -10,7 +10,7 @@ from peagle.engine.model.attention import attend
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import paged_attention
+from peagle.kernels.triton.attention import paged_attention
 from tests.support.comparing import near, some
 
 HEADS = 6

@@ -19,7 +19,7 @@ from peagle.engine.schedule.queue import QueueFull
 from peagle.engine.stream import RequestFailed, Stream
 from peagle.errors import UserError
 from peagle.kernels.attention_params import AttentionParams
-from peagle.kernels.triton import paged_attention
+from peagle.kernels.triton.attention import paged_attention
 from tests.support.decoding import tokens_of
 from tests.support.engines import TIGHT, alone, engine_of, pair_of, small, some_requests, steps_of
 from tests.support.tiny_models import ENGINE_PATHS, make_drafter, make_target

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.paged_attention import paged_attention
+from peagle.kernels.triton.attention.paged_attention import paged_attention
 from tests.support.triton_interpreter import interpreted
 
 LENGTHS = [0, 15, 63, 64, 65, 127]  # positions of each slot before its newest token

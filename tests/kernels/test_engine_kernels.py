@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import (
 pytest.importorskip("triton")
 
 from peagle.kernels.attention_params import AttentionHeads
-from peagle.kernels.triton import add_norm, rope_store, skinny_gemm
+from peagle.kernels.triton import add_norm, skinny_gemm
+from peagle.kernels.triton.attention import rope_store
 from tests.support.comparing import some
 from tests.support.expert_kernel_cases import FORMATS, check_independent_rows
 from tests.support.kernel_cases import CASES, rope_rows

@@ -21,7 +21,8 @@ from tests.support import fake_gpu
 fake_gpu.set_active()
 from peagle.kernels.attention_params import AttentionHeads
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import add_norm, rope_store
+from peagle.kernels.triton import add_norm
+from peagle.kernels.triton.attention import rope_store
 
 compiled = []
 compile_kernel = JITFunction.run

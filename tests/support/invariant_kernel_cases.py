@@ -17,7 +17,8 @@ from triton.runtime import interpreter
 
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton import add_norm, paged_attention, skinny_gemm, swiglu
+from peagle.kernels.triton import add_norm, skinny_gemm, swiglu
+from peagle.kernels.triton.attention import paged_attention
 from peagle.kernels.triton.batch_invariant import gemm, split_k, tree_lanes, vendor_gemm
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention

@@ -21,17 +21,17 @@ from peagle.kernels.triton import (
     argmax,
     expand_rows,
     gather_rows,
-    paged_attention,
-    rope_store,
     skinny_gemm,
     swiglu,
 )
+from peagle.kernels.triton.attention import paged_attention, rope_store
 from peagle.row_layout import draft_rows
 from peagle.target.quantized.codes import QuantizedWeight
 from tests.support import (
     expert_kernel_cases,
     invariant_kernel_cases,
     refinement_kernel_cases,
+    rotated_kernel_cases,
     tree_kernel_cases,
 )
 from tests.support.comparing import near, same_fields, some
@@ -420,4 +420,5 @@ CASES: dict[str, Case] = {
     **expert_kernel_cases.CASES,
     **invariant_kernel_cases.CASES,
     **refinement_kernel_cases.CASES,
+    **rotated_kernel_cases.CASES,
 }

@@ -18,8 +18,8 @@ from peagle.kernels.triton import (
     candidates,
     compact_kv,
     gather_rows,
-    paged_attention,
 )
+from peagle.kernels.triton.attention import paged_attention
 from tests.support.comparing import near, same_fields, some
 
 

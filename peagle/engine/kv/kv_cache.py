@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peagle.engine.device import to_device
-from peagle.kernels.triton.attention_plan import new_split_counters
+from peagle.kernels.triton.attention.attention_plan import new_split_counters
 from peagle.kernels.triton.compact_kv import compact_kv
 
 

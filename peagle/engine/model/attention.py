@@ -13,13 +13,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from peagle.kernels.attention_params import UNLIMITED_WINDOW, AttentionParams
+from peagle.kernels.attention_params import UNLIMITED_WINDOW, AttentionHeads, AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass, visible_keys
+from peagle.kernels.triton.attention.paged_attention import paged_attention
+from peagle.kernels.triton.attention.rope_store import rope_store
+from peagle.kernels.triton.attention.rotated_attention import (
+    rotated_attention,
+    supports_rotated_attention,
+)
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
-from peagle.kernels.triton.paged_attention import paged_attention
 
 BLOCK_ROWS = 8
+
+
+def attend_qkv(
+    qkv: Tensor,
+    rows: RowPass,
+    rope_table: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    heads: AttentionHeads,
+    params: AttentionParams,
+    split_counters: Tensor | None = None,
+) -> Tensor:
+    """Rotate q and k, store k and v, and attend; -> [T, heads, d]. qkv: see rope_store.py."""
+    args = (qkv, rows, rope_table, key_cache, value_cache, heads)
+    if supports_rotated_attention(qkv, rows, key_cache, heads, params):
+        return rotated_attention(*args, params, split_counters=split_counters)
+    return attend(rope_store(*args), key_cache, value_cache, rows, params, split_counters)
 
 
 def attend(

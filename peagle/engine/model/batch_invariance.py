@@ -125,6 +125,7 @@ class ProbeCache:
             first.int(),
             max(counts),
             self.page_size,
+            reads_new_keys=bool(seen),
         )
 
     def stored(self, request: int, length: int) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from peagle.drafter import Drafter
 from peagle.drafter.convolution import GATE_EPS, convolve_rows
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model.attention import attend
+from peagle.engine.model.attention import attend_qkv
 from peagle.engine.model.dense_mlp import DenseMLP
 from peagle.engine.model.merged_linear import merged_weight
 from peagle.engine.model.mixture import (
@@ -40,7 +40,6 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
-from peagle.kernels.triton.rope_store import rope_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,10 @@ class LlamaLayer:
                 lambda: LayerWorkspace.create(rows, rope, cpu_layer.scratch_width, normed.dtype),
             )
             return cpu_layer(normed, residual, workspace, keys, values)
-        query = rope_store(self.qkv.split_k(normed), rows, rope, keys, values, self.heads)
-        attended = attend(query, keys, values, rows, self.attention, kv_cache.arrived)
+        qkv = self.qkv.split_k(normed)
+        attended = attend_qkv(
+            qkv, rows, rope, keys, values, self.heads, self.attention, kv_cache.arrived
+        )
         normed, residual = add_norm(
             self.out.split_k(attended.flatten(1)), residual, self.post_attention_norm, self.eps
         )

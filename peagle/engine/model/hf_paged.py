@@ -23,7 +23,7 @@ from peagle.engine.model.weight import Weight
 from peagle.errors import UserError
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.paged_attention import paged_attention
+from peagle.kernels.triton.attention.paged_attention import paged_attention
 from peagle.target import Target
 from peagle.target.gguf.modules import StoredLinear
 from peagle.target.hf_attention import hf_attention

@@ -37,8 +37,8 @@ from peagle.engine.model.mixture import Mixture
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.add_norm import add_norm
+from peagle.kernels.triton.attention.rope_store import rope_store
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
-from peagle.kernels.triton.rope_store import rope_store
 from peagle.target import Target
 from peagle.target.residual_taps import ResidualTaps
 from peagle.target.target import decoder_layers

@@ -1,4 +1,8 @@
-"""The rows of a prefill pass: positions, KV slots and page tables."""
+"""The rows of a prefill pass: positions, KV slots and page tables.
+
+Requests share the pages of a prefix as soon as the pass that fills them is planned (scheduler.py):
+a request may read keys that another one stores in the same pass.
+"""
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ def target_rows(inputs: PrefillInput, tables: Tensor, size: PrefillSize, page_si
         inputs.first.int(),
         size.max_rows,
         page_size,
+        reads_new_keys=True,
     )
 
 
@@ -40,6 +45,7 @@ def draft_rows(
         inputs.first.int(),
         size.max_rows + size.mask_rows,
         page_size,
+        reads_new_keys=True,
     )
 
 

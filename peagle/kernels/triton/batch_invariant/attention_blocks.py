@@ -1,6 +1,6 @@
 """The online softmax over one block of keys, for batch-invariant attention (paged_attention.py)."""
 
-from peagle.kernels.triton.paged_attention import UNSEEN_SCORE
+from peagle.kernels.triton.attention.attention_plan import UNSEEN_SCORE
 
 try:
     import triton

@@ -33,7 +33,7 @@ class AttentionPlan(NamedTuple):
 
 
 def plan_attention(
-    heads_in_batch: int, max_rows: int, group: int, query: Tensor, is_tree: bool
+    heads_in_batch: int, max_rows: int, group: int, cache: Tensor, is_tree: bool
 ) -> AttentionPlan:
     """How many rows a block has, and whether splits have their own programs. No bit depends on it.
 
@@ -53,7 +53,7 @@ def plan_attention(
             smallest = max(smallest, TREE_BLOCK_QUERIES)
             block_rows = smallest // group
         return AttentionPlan(block_rows, smallest, False, 4)
-    most = MAX_BLOCK_QUERIES if query.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
+    most = MAX_BLOCK_QUERIES if cache.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
     wanted = 16
     while programs > SMALL_PROGRAMS and wanted < min(most, max_rows * group):
         wanted *= 2
@@ -63,9 +63,9 @@ def plan_attention(
 
 
 def block_sizes(
-    query: Tensor, kv_heads: int, rows: RowPass, plan: AttentionPlan
+    out: Tensor, kv_heads: int, rows: RowPass, plan: AttentionPlan
 ) -> dict[str, int | bool]:
-    heads, d = query.shape[1:]
+    heads, d = out.shape[1:]
     is_tree = rows.tree_masks is not None
     return {
         "HEADS": heads,

@@ -12,7 +12,7 @@ them; the lanes of several rows stand side by side, and a row has weights of 0 f
 
 from typing import Any, NamedTuple
 
-from peagle.kernels.triton.paged_attention import UNSEEN_SCORE
+from peagle.kernels.triton.attention.attention_plan import UNSEEN_SCORE
 
 try:
     import triton

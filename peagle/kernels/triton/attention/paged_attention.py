@@ -35,25 +35,42 @@ from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.cpu import ops
 from peagle.kernels.row_pass import RowPass, visible_keys
 from peagle.kernels.triton import uses_triton
-from peagle.kernels.triton.attention_plan import (
+from peagle.kernels.triton.attention.attention_plan import (
     LOG2_E,
+    UNSEEN_SCORE,
+    LaunchPlan,
     block_sizes,
     new_split_counters,
     plan_launch,
     score_scales,
     split_buffers,
 )
+from peagle.kernels.triton.attention.rotary_rows import Rotation, rotation_arguments
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 
 try:
     import triton
     import triton.language as tl
 
+    from peagle.kernels.triton.attention.attention_blocks import (
+        merge_splits,
+        visible_to_rows,
+    )
+    from peagle.kernels.triton.attention.rotary_rows import (
+        HeadCache,
+        NewRows,
+        QkvProduct,
+        QkvSizes,
+        RopeTable,
+        load_angles,
+        load_new_angles,
+        load_norm,
+        load_rotated,
+        store_new_keys,
+    )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
-
-UNSEEN_SCORE = -1e30  # finite, so that a block of keys without a visible one gives no NaN
 
 
 def reference(
@@ -106,57 +123,6 @@ if triton is not None:
     _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
 
     @triton.jit
-    def _visible_keys(  # type: ignore[no-untyped-def]
-        key_position, first, position, last, tree_bits, window, TREE: tl.constexpr
-    ):
-        """[rows, keys]: as `visible_keys`."""
-        visible = key_position[None, :] > position[:, None] - window
-        if TREE:
-            tree_row = tl.maximum(key_position - first, 0).to(tl.int64)
-            bit = (tree_bits[:, None] >> tree_row[None, :]) & 1
-            visible = tl.where(key_position[None, :] < first, visible, bit == 1)
-        else:
-            visible = visible & (key_position[None, :] <= last[:, None])
-        return visible
-
-    @triton.jit
-    def _merge_splits(  # type: ignore[no-untyped-def]
-        part_ptr,
-        max_ptr,
-        sum_ptr,
-        part,
-        row_mask,
-        query_mask,
-        dims,
-        D: tl.constexpr,
-        SPLITS: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-    ):
-        """The weighted sum of values and the total weight over all splits."""
-        max_score = tl.full([BLOCK_ROWS], _UNSEEN_SCORE, tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
-        acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        for i in tl.static_range(SPLITS):
-            split_max = tl.load(
-                max_ptr + part + i, mask=row_mask, other=_UNSEEN_SCORE, cache_modifier=".cg"
-            )
-            new_max = tl.maximum(max_score, split_max)
-            rescale = tl.exp2(max_score - new_max)
-            weight = tl.exp2(split_max - new_max)
-            split_sum = tl.load(sum_ptr + part + i, mask=row_mask, other=0.0, cache_modifier=".cg")
-            split_acc = tl.load(
-                part_ptr + (part + i)[:, None] * D + dims,
-                mask=query_mask,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            total = total * rescale + split_sum * weight
-            acc = acc * rescale[:, None] + split_acc * weight[:, None]
-            max_score = new_max
-        return acc, total
-
-    @triton.jit
     def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         query_ptr,
         key_cache_ptr,
@@ -186,6 +152,21 @@ if triton is not None:
         stride_table_row,
         stride_o_row,
         stride_o_head,
+        kv_slots_ptr,
+        rope_table_ptr,
+        q_norm_ptr,
+        k_norm_ptr,
+        eps,
+        max_positions,
+        stride_q_split,
+        stride_rope_row,
+        ROTATE: tl.constexpr,
+        ROT: tl.constexpr,
+        SUMS: tl.constexpr,
+        Q_NORM: tl.constexpr,
+        K_NORM: tl.constexpr,
+        BLOCK_NEW: tl.constexpr,
+        MORE_ROWS: tl.constexpr,
         HEADS: tl.constexpr,
         GROUP: tl.constexpr,
         D: tl.constexpr,
@@ -207,10 +188,6 @@ if triton is not None:
         row_count = tl.load(row_counts_ptr + request).to(tl.int32)
         first_row = tl.load(row_starts_ptr + request).to(tl.int64)
         first = tl.load(first_positions_ptr + request).to(tl.int32)
-        wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT)
-        if block * BLOCK_ROWS >= row_count * GROUP:
-            return
         query_index = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         dims = tl.arange(0, BLOCK_D)
         local_row = query_index // GROUP
@@ -218,18 +195,43 @@ if triton is not None:
         row = first_row + local_row
         row_mask = local_row < row_count
         query_mask = row_mask[:, None] & (dims < D)[None, :]
-        q = tl.load(
-            query_ptr + row[:, None] * stride_q_row + head[:, None] * stride_q_head + dims,
-            mask=query_mask,
-            other=0.0,
-        )
+        keys_ptr = key_cache_ptr + kv_head * stride_k_head + dims[None, :]
+        values_ptr = value_cache_ptr + kv_head * stride_v_head + dims[None, :]
+        end_row = tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, row_count)
+        if ROTATE:
+            sizes: tl.constexpr = QkvSizes(
+                HEADS, GROUP, D, ROT, SUMS, K_NORM, SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
+            )
+            rope = RopeTable(positions_ptr, rope_table_ptr, stride_rope_row, max_positions)
+            product = QkvProduct(query_ptr, stride_q_split, stride_q_row, eps)
+            dtype = key_cache_ptr.dtype.element_ty
+            q_angles = load_angles(rope, row, row_mask, sizes, dtype)
+            q_norm = load_norm(q_norm_ptr, sizes, Q_NORM)
+            new_rows = NewRows(first_row, first, end_row, split, kv_head)
+            k_angles = load_new_angles(rope, new_rows, 0, sizes, dtype)
+            k_norm = load_norm(k_norm_ptr, sizes, K_NORM)
+        wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT)
+        if block * BLOCK_ROWS >= row_count * GROUP:
+            return
+        if ROTATE:
+            q = load_rotated(product, row, head, row_mask, q_angles, q_norm, sizes, Q_NORM)
+            cache = HeadCache(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, kv_slots_ptr)
+            store_new_keys(product, new_rows, rope, k_angles, k_norm, cache, sizes, MORE_ROWS)
+            tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
+        else:
+            q = tl.load(
+                query_ptr + row[:, None] * stride_q_row + head[:, None] * stride_q_head + dims,
+                mask=query_mask,
+                other=0.0,
+            )
 
         position = first + local_row
         last = position
         tree_bits = position
         # Keys low .. high - 1 are visible to some row of the block.
         low = tl.maximum(first + block * BLOCK_ROWS // GROUP - window + 1, 0)
-        high = first + tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, row_count)
+        high = first + end_row
         if BIDIRECTIONAL_ROWS > 0:
             in_both_ways = local_row >= row_count - BIDIRECTIONAL_ROWS
             last = first + tl.where(in_both_ways, row_count - 1, local_row)
@@ -250,8 +252,6 @@ if triton is not None:
             total = tl.where(split == 0, 1.0, total)
         acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
         table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
-        keys_ptr = key_cache_ptr + kv_head * stride_k_head + dims[None, :]
-        values_ptr = value_cache_ptr + kv_head * stride_v_head + dims[None, :]
         for start in range(low + split * BLOCK_KEYS, high, SPLITS * BLOCK_KEYS):
             key_position = start + tl.arange(0, BLOCK_KEYS)
             in_range = key_position < high
@@ -263,7 +263,7 @@ if triton is not None:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1); scale contains the 2 / softcap
                 scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-            visible = _visible_keys(key_position, first, position, last, tree_bits, window, TREE)
+            visible = visible_to_rows(key_position, first, position, last, tree_bits, window, TREE)
             scores = tl.where(visible & in_range[None, :], scores, _UNSEEN_SCORE)
             new_max = tl.maximum(max_score, tl.max(scores, 1))
             weights = tl.exp2(scores - new_max[:, None])
@@ -284,18 +284,8 @@ if triton is not None:
             if tl.atomic_add(counters_ptr + counter, 1) < SPLITS - 1:
                 return
             tl.store(counters_ptr + counter, 0)  # for the next launch
-            acc, total = _merge_splits(
-                part_ptr,
-                max_ptr,
-                sum_ptr,
-                part,
-                row_mask,
-                query_mask,
-                dims,
-                D,
-                SPLITS,
-                BLOCK_ROWS,
-                BLOCK_D,
+            acc, total = merge_splits(
+                part_ptr, max_ptr, sum_ptr, part, row_mask, query_mask, dims, D, SPLITS
             )
         result = (acc / tl.maximum(total, 1e-9)[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(
@@ -324,12 +314,12 @@ def paged_attention(
     """
     if not uses_triton(query):
         return _attend_on_cpu(query, key_cache, value_cache, rows, params, out)
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format) if out is None else out
     assert query.shape[1] % key_cache.shape[1] == 0
     assert key_cache.shape == value_cache.shape and out.shape == query.shape
-    assert query.stride(2) == key_cache.stride(2) == value_cache.stride(2) == out.stride(2) == 1
-    assert rows.page_tables.stride(1) == 1
-    _launch(query, key_cache, value_cache, rows, params, out, split_counters, splits)
+    tensors = (query, key_cache, value_cache, out, rows.page_tables)
+    assert all(x.stride(-1) == 1 for x in tensors)
+    launch_attention(query, key_cache, value_cache, rows, params, out, split_counters, splits)
     return out
 
 
@@ -347,7 +337,16 @@ def _attend_on_cpu(
     return reference(query, key_cache, value_cache, rows, params, out)
 
 
-def _launch(
+def plan_pass(
+    rows: RowPass, num_heads: int, key_cache: Tensor, splits: int | None = None
+) -> LaunchPlan:
+    kv_heads = key_cache.shape[1]
+    queries = rows.max_rows * num_heads // kv_heads
+    heads_in_batch = len(rows.page_tables) * kv_heads
+    return plan_launch(heads_in_batch, queries, key_cache.element_size(), splits)
+
+
+def launch_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -355,13 +354,14 @@ def _launch(
     params: AttentionParams,
     out: Tensor,
     split_counters: Tensor | None,
-    splits: int | None,
+    splits: int | None = None,
+    rotation: Rotation | None = None,
 ) -> None:
+    """`rotation`: query is `rotation.query`, and new keys and values are not in the caches yet."""
     batch = len(rows.page_tables)
     kv_heads = key_cache.shape[1]
-    group = query.shape[1] // kv_heads
-    plan = plan_launch(batch * kv_heads, rows.max_rows * group, query.element_size(), splits)
-    counters = new_split_counters(query.device) if split_counters is None else split_counters
+    plan = plan_pass(rows, out.shape[1], key_cache, splits)
+    counters = new_split_counters(out.device) if split_counters is None else split_counters
     assert plan.splits == 1 or batch * kv_heads * plan.blocks <= len(counters)
     _paged_attention_kernel[(batch, kv_heads, plan.blocks * plan.splits)](
         query,
@@ -390,6 +390,7 @@ def _launch(
         TREE=rows.tree_masks is not None,
         BIDIRECTIONAL_ROWS=rows.bidirectional_rows,
         PAGE_SIZE=rows.page_size,
-        **block_sizes(query, kv_heads, plan),
-        **launch_options(query),
+        **rotation_arguments(rotation, rows),
+        **block_sizes(out, kv_heads, plan),
+        **launch_options(out),
     )

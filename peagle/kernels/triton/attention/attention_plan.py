@@ -16,6 +16,7 @@ MIN_BLOCK_ROWS = 16
 MAX_BLOCK_ROWS = 64
 MAX_BLOCK_ROWS_FLOAT32 = 32  # float32 runs without tensor cores
 LOG2_E = 1.4426950408889634
+UNSEEN_SCORE = -1e30  # finite, so that a block of keys without a visible one gives no NaN
 KEY_BLOCK_BYTES = 16384  # 64 keys of 128 dimensions in bf16
 SHORT_BLOCK_KEYS = 64
 SHORT_BLOCK_WARPS = 8
@@ -47,8 +48,8 @@ def plan_launch(
     return LaunchPlan(block_rows, triton.cdiv(queries, block_rows), splits)
 
 
-def block_sizes(query: Tensor, kv_heads: int, plan: LaunchPlan) -> dict[str, int]:
-    heads, d = query.shape[1:]
+def block_sizes(out: Tensor, kv_heads: int, plan: LaunchPlan) -> dict[str, int]:
+    heads, d = out.shape[1:]
     block_d = max(16, triton.next_power_of_2(d))
     return {
         "HEADS": heads,
@@ -57,7 +58,7 @@ def block_sizes(query: Tensor, kv_heads: int, plan: LaunchPlan) -> dict[str, int
         "SPLITS": plan.splits,
         "BLOCK_ROWS": plan.block_rows,
         "BLOCK_D": block_d,
-        **key_block_sizes(plan.block_rows, block_d, query.element_size()),
+        **key_block_sizes(plan.block_rows, block_d, out.element_size()),
     }
 
 

@@ -29,6 +29,11 @@ try:
     import triton
     import triton.language as tl
 
+    from peagle.kernels.triton.attention.rotary_rows import (
+        load_sum,
+        rounded_product,
+        scale_by_norm,
+    )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
@@ -80,20 +85,6 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _load_sum(  # type: ignore[no-untyped-def]
-        ptr, stride_split, mask, SPLITS: tl.constexpr, dtype
-    ):
-        """Load and add the partial sums of one tile."""
-        x = tl.load(ptr, mask=mask, other=0.0)
-        for i in tl.static_range(1, SPLITS):
-            x += tl.load(ptr + i * stride_split, mask=mask, other=0.0)
-        return x.to(dtype)
-
-    @triton.jit
-    def _scale_by_norm(x, scale, weight, dtype):  # type: ignore[no-untyped-def]
-        return (weight.to(tl.float32)[None, :] * (x * scale).to(dtype).to(tl.float32)).to(dtype)
-
-    @triton.jit
     def _load_angles(ptr, dims, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
         """The cosines and sines of a position."""
         cos = tl.load(ptr + dims, mask=dims < HALF, other=0.0)
@@ -109,11 +100,9 @@ if triton is not None:
     @triton.jit
     def _rotate_halves(left, right, cos, sin, dtype):  # type: ignore[no-untyped-def]
         """Rotated halves in float32; products are rounded to dtype."""
-        cos = cos.to(dtype).to(tl.float32)[None, :]
-        sin = sin.to(dtype).to(tl.float32)[None, :]
-        x, y = left.to(tl.float32), right.to(tl.float32)
-        new_left = (x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)
-        new_right = (y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)
+        cos, sin = cos.to(dtype)[None, :], sin.to(dtype)[None, :]
+        new_left = rounded_product(left, cos, dtype) - rounded_product(right, sin, dtype)
+        new_right = rounded_product(right, cos, dtype) + rounded_product(left, sin, dtype)
         return new_left, new_right
 
     @triton.jit
@@ -154,15 +143,15 @@ if triton is not None:
             rest_norm = tl.load(norm_ptr + rest_dims, mask=rest_dims < D, other=0.0)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
-        left = _load_sum(source + dims[None, :], stride_split, half_mask, SPLITS, dtype)
-        right = _load_sum(source + HALF + dims[None, :], stride_split, half_mask, SPLITS, dtype)
-        rest = _load_sum(source + rest_dims[None, :], stride_split, rest_mask, SPLITS, dtype)
+        left = load_sum(source + dims[None, :], stride_split, half_mask, SPLITS, dtype)
+        right = load_sum(source + HALF + dims[None, :], stride_split, half_mask, SPLITS, dtype)
+        rest = load_sum(source + rest_dims[None, :], stride_split, rest_mask, SPLITS, dtype)
         if NORM:
             x, y, z = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
             scale = _norm_scale(x, y, z, eps, D)
-            left = _scale_by_norm(x, scale, left_norm, dtype)
-            right = _scale_by_norm(y, scale, right_norm, dtype)
-            rest = _scale_by_norm(z, scale, rest_norm, dtype)
+            left = scale_by_norm(x, scale, left_norm, dtype)
+            right = scale_by_norm(y, scale, right_norm, dtype)
+            rest = scale_by_norm(z, scale, rest_norm, dtype)
         new_left, new_right = _rotate_halves(left, right, cos, sin, dtype)
         tl.store(target + dims[None, :], new_left.to(dtype), mask=half_mask)
         tl.store(target + HALF + dims[None, :], new_right.to(dtype), mask=half_mask)
@@ -258,7 +247,7 @@ if triton is not None:
             dims = tl.arange(0, BLOCK_D)[None, :]
             mask = head_mask[:, None] & (dims < D)
             source = row_ptr + (HEADS + KV_HEADS) * D + head[:, None] * D + dims
-            v = _load_sum(source, stride_qkv_split, mask, SPLITS, value_cache_ptr.dtype.element_ty)
+            v = load_sum(source, stride_qkv_split, mask, SPLITS, value_cache_ptr.dtype.element_ty)
             head_offset = head[:, None].to(tl.int64) * stride_v_head
             tl.store(value_cache_ptr + slot * stride_v_slot + head_offset + dims, v, mask=mask)
 

@@ -1,0 +1,68 @@
+"""The products of a rotation are rounded before they are added, in every kernel that rotates.
+
+If a compiler fuses one of them with the sum, keys have other bits in rope_store than in attention
+that rotates its rows. The kernels are compiled for a GPU that does not exist.
+"""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.script_server import ScriptServer, script_server
+
+pytest.importorskip("triton")
+BEGIN = """
+import json, re
+import torch
+from benchmarks.exact_registers import CompiledKernels, new_pass
+from benchmarks.rotated_registers import LayerShape, MODULES, run_layer
+from peagle.kernels.attention_params import AttentionHeads
+from peagle.kernels.triton.attention import rope_store
+
+compiled = CompiledKernels((*MODULES, rope_store))
+
+def rotate_rows(dtype, partial_sums):
+    qkv = torch.empty(8, 12 * 64, dtype=dtype)
+    if partial_sums:
+        qkv = torch.empty(2, *qkv.shape)
+    cache, table = torch.empty(64, 2, 64, dtype=dtype), torch.empty(4096, 64)
+    heads = AttentionHeads(8, 2)
+    rope_store.rope_store(qkv, new_pass(1, 8, 0), table, cache, cache.clone(), heads)
+
+def attend(exact, partial_sums):
+    run_layer(LayerShape(8, 2, 64, 2 if partial_sums else 1), new_pass(1, 8, 0), exact, True)
+
+def products():
+    # The type of each fma instruction, and what it adds.
+    text = compiled.kernels.pop().asm["ptx"]
+    return re.findall(r"fma\\.rn\\.(\\w+)\\s.*, (\\S+);", text)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptServer]:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    with script_server(BEGIN, TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache) as started:
+        yield started
+
+
+def products_of(server: ScriptServer, call: str) -> list[list[str]]:
+    output = server.run(f"{call}\nprint(json.dumps(products()))")
+    found: list[list[str]] = json.loads(output.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("partial_sums", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rope_store(server: ScriptServer, dtype: str, partial_sums: bool) -> None:
+    found = products_of(server, f"rotate_rows(torch.{dtype}, {partial_sums})")
+    assert found and all(product == ["f32", "0f00000000"] for product in found)
+
+
+@pytest.mark.parametrize("partial_sums", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_rotated_attention(server: ScriptServer, exact: bool, partial_sums: bool) -> None:
+    found = products_of(server, f"attend({exact}, {partial_sums})")
+    assert ["f32", "0f00000000"] in found
+    assert all(dtype == "f32" for dtype, _ in found)  # A fused sum of a softmax is in float32, too.
