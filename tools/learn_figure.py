@@ -79,7 +79,7 @@ def draw_speeds(axes: Any, waves: list[Row]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("minutes of serving")
     axes.set_title("1,000 tokens/s while the server learns, 64 streams")
-    axes.legend(loc="lower right")
+    axes.legend(loc="center right")
 
 
 def main() -> None:
