@@ -17,8 +17,8 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> to
     ("outputs", "inputs", "splits"),
     [
         (6144, 4096, 2),
-        (4096, 4096, 2),
-        (4096, 14336, 2),
+        (4096, 4096, 4),
+        (4096, 14336, 4),
         (28672, 4096, 1),
         (576, 576, 1),
         (576, 1536, 3),

@@ -93,7 +93,7 @@ def supports_weight_dtype(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
-def num_splits(weight: Tensor, busy_programs: int = BUSY_PROGRAMS) -> int:
+def num_splits(weight: Tensor) -> int:
     """The number of programs that split the inputs of one output: the first that is enough."""
     outputs, inputs = weight.shape
     valid = [
@@ -103,7 +103,7 @@ def num_splits(weight: Tensor, busy_programs: int = BUSY_PROGRAMS) -> int:
         or (inputs % (splits * ALIGNMENT) == 0 and inputs // splits >= MIN_SPLIT_INPUTS)
     ]
     blocks = outputs // ALIGNMENT
-    return next((splits for splits in valid if splits * blocks >= busy_programs), valid[-1])
+    return next((splits for splits in valid if splits * blocks >= BUSY_PROGRAMS), valid[-1])
 
 
 if triton is not None:
