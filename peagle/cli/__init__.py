@@ -1,5 +1,13 @@
 """The command line: one file per command. Only commands that need torch import it."""
 
+import os
+import sys
+
+from peagle.cli.bytecode import keep_bytecode
+
+if "torch" not in sys.modules:
+    keep_bytecode(os.environ)
+
 from peagle.cli.application import app
 from peagle.cli.deployment import deploy, deploy_sagemaker, sagemaker, verify
 from peagle.cli.learning import from_log, status, versions

@@ -21,6 +21,7 @@ OPTIONAL_PACKAGES = {
 VARIABLES = (
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"),
     *("PEAGLE_NATIVE", "PEAGLE_CPU_LEVEL", "PEAGLE_HOME", "PEAGLE_SOURCES", "CC"),
+    "PYTHONPYCACHEPREFIX",
 )
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USE = Path("/sys/fs/cgroup/memory.current")
