@@ -2,7 +2,8 @@
 
 `tools.train_heads run --stages answers,rungs` trains them. OUT/rungs/NAME holds the run of a rung,
 OUT/rungs/NAME.json its record. A rung that has a record is not repeated, and one that was cut off
-resumes from its last state. All rungs share the target, the documents and the cache of features.
+resumes from its last state. A rung whose loss is not finite is reported in one line, and the next
+one begins. All rungs share the target, the documents and the cache of features.
 """
 
 import gc
@@ -22,7 +23,7 @@ from peagle.paths import write_json
 from peagle.train.config import TrainConfig
 from peagle.train.data.documents import Documents
 from peagle.train.run import TrainRun
-from peagle.train.trainer import Progress
+from peagle.train.trainer import NonFiniteLoss, Progress
 from tools.heads_data import Job, stage
 from tools.heads_measure import TREE, K, answer_counts, new_replay, some_answers
 from tools.heads_recipes import RUNGS
@@ -41,6 +42,17 @@ def train_rungs(
     job: Job, answers: dict[str, Documents], new_config: NewConfig, new_log: NewLog
 ) -> None:
     """Train and measure what is left of the rungs while there is time; print the table."""
+    try:
+        train_missing_rungs(job, answers, new_config, new_log)
+    finally:  # The table has the finished rungs, also if another one ends with an error.
+        records = read_records(job)
+        write_json(job.files / RECORDS_FILE, records)
+        print(rung_table(records), flush=True)
+
+
+def train_missing_rungs(
+    job: Job, answers: dict[str, Documents], new_config: NewConfig, new_log: NewLog
+) -> None:
     run: TrainRun | None = None
     for name in job.rungs:
         if record_file(job, name).is_file():
@@ -51,15 +63,15 @@ def train_rungs(
         with stage(f"rung {name}"):
             config = new_config(name, RUNGS[name], job.rung_seconds / 60)
             run = TrainRun(config, ignore, run)
-            if not run.train(new_log(run), print, max(1.0, job.left - MEASURE_SECONDS)):
-                print(f"{name}: cut off after {run.trainer.step} steps; run again", flush=True)
-                break
-            write_json(record_file(job, name), rung_record(job, name, run, answers))
+            try:
+                if not run.train(new_log(run), print, max(1.0, job.left - MEASURE_SECONDS)):
+                    print(f"{name}: cut off after {run.trainer.step} steps; run again", flush=True)
+                    break
+                write_json(record_file(job, name), rung_record(job, name, run, answers))
+            except NonFiniteLoss as error:
+                print(f"{name}: failed: {error}", flush=True)
         gc.collect()
         torch._dynamo.reset_code_state()  # Forget the recorded shapes; compiled code stays.
-    records = read_records(job)
-    write_json(job.files / RECORDS_FILE, records)
-    print(rung_table(records), flush=True)
 
 
 def record_file(job: Job, name: str) -> Path:

@@ -18,7 +18,7 @@ from tests.support.tiny_models import MASK
 from tools import heads_data, train_heads
 from tools.heads_data import Size
 from tools.heads_measure import answer_counts
-from tools.heads_recipes import DEFAULT_PAIR, RECIPES, Recipe, stored_bytes
+from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS, Recipe, stored_bytes
 
 TINY = Size(
     prompts=24,
@@ -142,6 +142,46 @@ def test_rungs_in_two_runs(
     table = capsys.readouterr().out.splitlines()
     assert table[-2].startswith("| refine |") and "validation K=7" in table[-8]
     assert checkpoint.read(out / "rungs" / "tree" / "int8").config.trained
+
+
+def test_a_rung_that_fails(
+    place: Path,
+    tiny: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A loss that is not finite is one line; the other rungs are trained and in the table."""
+    prompts, out = place / "prompts-5", tmp_path / "out"
+    monkeypatch.setitem(RUNGS, "on-policy", {"lr": 1e30})
+    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
+    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    words += ["--stages", "answers,rungs", "--answers", "9,0,0", "--rung-seconds", "0.2"]
+    assert train_heads.main([*words, "--rungs", "base,on-policy,tree"]) == 0
+    assert list(json.loads((out / "files" / "rungs.json").read_text())) == ["base", "tree"]
+    lines = capsys.readouterr().out.splitlines()
+    [failed] = [line for line in lines if "failed" in line]
+    assert failed.startswith("on-policy: failed: the loss of step ")
+    assert [line.split(" | ")[0] for line in lines[-3:-1]] == ["| base", "| tree"]
+
+
+def test_the_table_after_an_error(
+    place: Path,
+    tiny: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompts, out = place / "prompts-6", tmp_path / "out"
+    monkeypatch.setitem(RUNGS, "on-policy", {"on_policy": 2.0})
+    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
+    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    words += ["--stages", "answers,rungs", "--answers", "9,0,0", "--rung-seconds", "0.2"]
+    assert train_heads.main([*words, "--rungs", "base,on-policy"]) == 2
+    assert list(json.loads((out / "files" / "rungs.json").read_text())) == ["base"]
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1].startswith("| base |")
+    assert "on_policy is 2.0" in captured.err
 
 
 def test_rungs_without_time(place: Path, tiny: None, tmp_path: Path, capsys) -> None:

@@ -120,6 +120,25 @@ def test_a_step_moves_everything_and_forgets(optimizer: str):
     assert all(group["lr"] == 0.0025 for part in optimizers.parts for group in part.param_groups)
 
 
+@pytest.mark.parametrize(("optimizer", "largest_step"), [("adamw", 8), ("muon", 1)])
+def test_the_gate_of_a_convolution_moves_slowly(optimizer: str, largest_step: float):
+    """Its outputs and `base` are factors of a state; `base` moves by lr."""
+    drafter = make_drafter(make_target(), "p-eagle", 2, convolution=True).requires_grad_(True)
+    optimizers = Optimizers(drafter, TrainConfig(optimizer=optimizer, lr=0.01, warmup=0.0), 20)
+    convolution = drafter.convolution[0]
+    d = len(convolution.base)
+    rows = torch.randn(5, d, generator=torch.Generator().manual_seed(0))
+    rows *= d**0.5 / rows.norm(dim=1, keepdim=True)
+    for p in drafter.parameters():
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    convolution.gate.weight.grad = torch.ones(len(convolution.gate.weight), 5) @ rows
+    optimizers.step(0)
+    lr = float(convolution.base.detach().abs().max())
+    assert lr == pytest.approx(0.01, rel=1e-3)
+    largest = float(convolution.gate(rows).detach().abs().max())
+    assert lr / 10 < largest < largest_step * lr, largest / lr
+
+
 SHARES: dict[str, list[Tensor | float]] = {
     "cosine": [0.1 + 0.9 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(9)],
     "linear": [0.1 + 0.9 * (1 - i / 8) for i in range(9)],

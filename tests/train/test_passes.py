@@ -18,9 +18,9 @@ from peagle.train.data.chains import full_chains
 from peagle.train.data.pack import BatchLayout, PackedDocuments, build_batch, pack_sequences
 from peagle.train.features.features import FeatureExtractor
 from peagle.train.objective.gradients import run_level
-from peagle.train.objective.passes import DrafterPasses
+from peagle.train.objective.passes import DrafterPasses, rows_before_in_chain
 from tests.support.tiny_models import AUX
-from tests.support.training import RUNGS, Trained, trained
+from tests.support.training import RUNGS, Trained, some_batch, some_pack, trained
 
 K = 6
 PREFIXES = (1, 4, 5, 17, 29)  # tokens consumed before the first draft
@@ -203,3 +203,19 @@ def test_autocast_keeps_weights():
     )
     torch.testing.assert_close(low.float(), exact, rtol=0.1, atol=0.1)
     assert not torch.equal(low.float(), exact) and one.drafter.fc.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_no_two_rows_read_the_same_row_before(segments: int):
+    """Padding rows read themselves: not the padding of the context, which is any numbers."""
+    batch = some_batch(some_pack(), 5, segments=segments)
+    for segment in batch.segments:
+        [level] = segment.levels
+        rows, size, context = level.rows, level.num_unpadded, segment.context_length
+        before = rows_before_in_chain(rows, context).tolist()
+        assert len(before) > size and len(set(before)) == len(before)
+        assert before[size:] == list(range(context + size, context + len(rows)))
+        anchors, depths = rows.anchor.tolist(), rows.depth.tolist()
+        assert before[:size] == [
+            anchors[i] if depths[i] == 1 else context + i - 1 for i in range(size)
+        ]

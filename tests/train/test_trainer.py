@@ -79,6 +79,7 @@ def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
     happened.
     """
     settings = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
+    settings["convolution"] = method == "p-eagle"  # has a learning rate of its own
     whole = start(config_in(tmp_path / "whole", **settings))
     straight = train(whole)
     config = config_in(tmp_path / "parts", **settings)

@@ -189,7 +189,9 @@ def _attend_with_context(cache: PassCache, mask: Mask) -> Attend:
 def rows_before_in_chain(rows: RowSet, context: int) -> Tensor:
     """[R]: before depth 1 is the context row of the anchor; deeper rows follow one another.
 
-    The anchors of padding rows lie behind the `context` rows; what these rows read has no effect.
+    Padding rows, whose anchors lie behind the `context` rows, read themselves: no two rows read the
+    same row, and none reads the padding of the context, whose states may be any numbers.
     """
     own = context + torch.arange(len(rows), device=rows.anchor.device)
-    return torch.where(rows.depth > 1, own - 1, rows.anchor.clamp(max=context - 1))
+    first = torch.where(rows.anchor < context, rows.anchor, own)
+    return torch.where(rows.depth > 1, own - 1, first)
