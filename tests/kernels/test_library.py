@@ -190,6 +190,7 @@ def test_a_compiler_of_two_names_is_tried_once(tmp_path: Path) -> None:
     assert list(installed([COMPILER, str(link), "no-such-compiler"])) == [COMPILER]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_gcc_before_12_builds_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With this machine's gcc, from which what gcc 12 added is taken away."""

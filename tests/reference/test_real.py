@@ -114,6 +114,7 @@ def test_json_for_a_schema(real: LoadedPair) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_gigabytes_and_three_seconds() -> None:
     """In a separate process: peak memory of loading and decoding, and the CPU time to load."""
     script = """

@@ -385,7 +385,7 @@ def test_a_dependency_learns_what_rows_cannot_know(tmp_path: Path) -> None:
     assert {name.split(".")[0] for name in saved} == {"dependency", "confidence"}
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_refinement_learns_what_rows_cannot_know(passes: int, tmp_path: Path) -> None:
     """With the drafter, whose own rows stay good, and on top of the finished one."""
     plain, losses, length = learned(tmp_path, "plain")
