@@ -103,6 +103,10 @@ class Detokenizer:
 
     def _take(self, tokens: Sequence[int]) -> str:
         """Add tokens to the window; return the text that they complete."""
+        if self.context_free and not self.window:  # The usual case: nothing waits.
+            text = self._decode(list(tokens))
+            if not text.endswith(REPLACEMENT):
+                return text
         self.window += tokens
         cut = len(self.window)
         text = self._decode(self.window)
