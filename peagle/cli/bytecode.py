@@ -25,10 +25,13 @@ def keep_bytecode(environment: MutableMapping[str, str], package: str = LARGEST_
     Call it before large packages are imported. PYTHONDONTWRITEBYTECODE keeps `__pycache__` folders
     out of source trees and images. It is removed here, because with a prefix Python writes
     bytecode to PEAGLE_HOME only. A user who has set PYTHONPYCACHEPREFIX, even to nothing, keeps
-    that, and nothing changes where PEAGLE_HOME cannot be written.
+    that, and nothing changes where PEAGLE_HOME is unknown or cannot be written.
     """
-    folder = cache_home().absolute() / "bytecode"
     if PREFIX_VARIABLE in environment or sys.pycache_prefix is not None:
+        return
+    try:
+        folder = cache_home().absolute() / "bytecode"
+    except RuntimeError:  # There is no home directory.
         return
     if compiles_anew(package) and is_writable(folder):
         sys.pycache_prefix = environment[PREFIX_VARIABLE] = str(folder)

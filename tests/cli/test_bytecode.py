@@ -100,6 +100,16 @@ def test_a_home_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     assert_nothing_changes({DONT_WRITE_VARIABLE: "1"})
 
 
+def test_no_home_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user without an entry in /etc/passwd, where HOME is not set."""
+
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(bytecode, "cache_home", fail)
+    assert_nothing_changes({DONT_WRITE_VARIABLE: "1"})
+
+
 def test_the_next_process_loads_it(source: Path, tmp_path: Path) -> None:
     program = f"""
 import os, sys

@@ -141,7 +141,7 @@ class Weight:
     def split_k(self, x: Tensor) -> Tensor:
         """The product [T, outputs], or its split-K partial sums [S, T, outputs].
 
-        add_norm and rope_store add the partial sums up.
+        add_norm, rope_store and rotated attention add the partial sums up.
         """
         if self.batch_invariant:
             return self._invariant_product(x)

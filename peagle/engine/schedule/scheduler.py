@@ -20,8 +20,9 @@ passes run later on the device.
   free pages hold everything the new one has to compute, one decode step included. No request
   overtakes the first one in the queue.
 * The pages that a chunk fills are published when it is planned, and requests admitted behind it, in
-  the same plan or later, share them: `n` choices of one prompt compute it once. A pass stores the
-  keys and values of all its rows before its attention reads them, layer by layer.
+  the same plan or later, share them: `n` choices of one prompt compute it once. A prefill pass
+  stores the keys and values of all its rows before its attention reads them, layer by layer
+  (`RowPass.reads_new_keys`). A decode pass writes only behind the published pages.
 * No request gets pages beyond `max_length`, except for `answer_slack`. A row whose position has no
   page must not be stored, and its result is cut.
 """

@@ -2,8 +2,9 @@
 
 Every weight is read once for a few rows, so memory bandwidth is the limit. A program computes some
 outputs. If these are too few to keep a GPU busy, several programs split the inputs (split-K) and
-store partial sums, which the kernel that reads the result adds (add_norm, rope_store): that needs
-no launch of its own. The gated activation of an MLP runs in the launch that computes its inputs.
+store partial sums, which the kernel that reads the result adds (add_norm, rope_store, rotated
+attention): that needs no launch of its own. The gated activation of an MLP runs in the launch that
+computes its inputs.
 
     x [8, 4096], weight [4096, 4096]: 64 blocks of 64 outputs x 4 splits of 1024 inputs
     ->  partial sums [4, 8, 4096] float32

@@ -97,6 +97,18 @@ class QkvSizes(NamedTuple):
     BLOCK_D: Any
 
 
+def new_row_block(max_rows: int, has_norm: bool) -> int:
+    """The number of new rows that are rotated at once.
+
+    The order in which a norm adds depends on the tile. With a norm there is only one tile, so that
+    a key has the same bits in a pass of one row and in one of several: without batch-invariant
+    kernels, exact mode pads passes of either kind (engine/model/exactness.py).
+    """
+    if has_norm:
+        return MAX_BLOCK_NEW
+    return next((n for n in NEW_ROW_BLOCKS if n >= max_rows), MAX_BLOCK_NEW)
+
+
 def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, Any]:
     """The arguments of an attention kernel that rotates; without a rotation, it uses none of them.
 
@@ -114,7 +126,7 @@ def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, An
         "SUMS": 1 if qkv.dim() == 2 else len(qkv),
         "Q_NORM": heads.q_norm is not None,
         "K_NORM": heads.k_norm is not None,
-        "BLOCK_NEW": next((n for n in NEW_ROW_BLOCKS if n >= rows.max_rows), MAX_BLOCK_NEW),
+        "BLOCK_NEW": new_row_block(rows.max_rows, heads.k_norm is not None),
         "MORE_ROWS": rows.max_rows > MAX_BLOCK_NEW,
         "kv_slots_ptr": rows.kv_slots,
         "rope_table_ptr": rope_table,

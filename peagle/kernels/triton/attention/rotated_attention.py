@@ -81,7 +81,7 @@ def rotated_attention(
     """rope_store and attention in one launch; qkv stays as it is.
 
     Requires `supports_rotated_attention`. Rows that belong to no request stay what they are in
-    `out`, and store nothing, whatever their KV slots are; so do positions behind a page table.
+    `out`, and store nothing, whatever their KV slots are.
     """
     d = key_cache.shape[2]
     rot = rope_table.shape[1]
