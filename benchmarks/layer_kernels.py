@@ -11,8 +11,8 @@ experts those touched, over the bandwidth; and whether they are equal to those o
 Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
 words, joined by +, switch on one thing each: `weights` of products load before their inputs exist
 (skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py);
-`rotate`: attention rotates few rows itself (rotated_attention.py), which changes the bits of models
-with head norms only; `products` and `attention`: those of exact mode (batch_invariant/).
+`rotate`: attention rotates few rows itself (rotated_attention.py); `products` and `attention`:
+those of exact mode (batch_invariant/).
 With `--alike`, the rows of a request are alike and choose the same experts, as those of a draft do.
 `--kernels` lists the mean duration of each kernel in a layer.
 """

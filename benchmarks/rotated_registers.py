@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of attention that rotates its rows. Needs no GPU.
 
-    PYTHONPATH=. python -m benchmarks.rotated_registers [smollm2,8b,qwen3-30b,gpt-oss-20b]
+    PYTHONPATH=. python -m benchmarks.rotated_registers [smollm2,8b,gpt-oss-20b]
 
 The kernels that the rules choose for passes of a few rows are compiled for sm_90, beside those that
 run behind a rotation of their own. The last line counts kernels that spill.
@@ -29,7 +29,6 @@ class LayerShape:
     kv_heads: int
     d: int
     partial_sums: int  # of the qkv product (skinny_gemm.num_splits)
-    head_norms: bool = False
     sinks: bool = False
     window: int | None = None
 
@@ -37,14 +36,12 @@ class LayerShape:
 SHAPES = {
     "smollm2": LayerShape(9, 3, 64, 1),
     "8b": LayerShape(32, 8, 128, 2),
-    "qwen3-30b": LayerShape(32, 4, 128, 4, head_norms=True),
     "gpt-oss-20b": LayerShape(64, 8, 64, 3, sinks=True, window=128),
 }
 
 
 def run_layer(shape: LayerShape, rows: RowPass, exact: bool, rotates: bool) -> Tensor | None:
-    norm = torch.empty(shape.d, dtype=torch.bfloat16) if shape.head_norms else None
-    heads = AttentionHeads(shape.num_heads, shape.kv_heads, norm, norm)
+    heads = AttentionHeads(shape.num_heads, shape.kv_heads)
     sinks = torch.empty(shape.num_heads, dtype=torch.bfloat16) if shape.sinks else None
     params = AttentionParams(shape.d**-0.5, shape.window, None, sinks, batch_invariant=exact)
     cache = torch.empty(64, shape.kv_heads, shape.d, dtype=torch.bfloat16)

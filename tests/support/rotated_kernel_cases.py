@@ -53,8 +53,6 @@ class Shape:
     kv_heads: int
     d: int
     rot: int
-    q_norm: bool = False
-    k_norm: bool = False
     window: int | None = None
     sinks: bool = False
 
@@ -77,10 +75,6 @@ class Layer:
         heads, kv_heads, d, rot = shape.heads, shape.kv_heads, shape.d, shape.rot
         rows = new_pass(firsts, counts, device)
         angles = torch.arange(MAX_POSITIONS)[:, None] * 0.3 ** torch.arange(rot // 2)
-        q_norm, k_norm = (
-            (some(d, seed=seed) + 1).to(device, dtype) if has_norm else None
-            for seed, has_norm in enumerate((shape.q_norm, shape.k_norm))
-        )
         sinks = some(heads, seed=7).to(device, dtype) if shape.sinks else None
         caches = some(2, rows.page_tables.numel() * PAGE, kv_heads, d).to(device, dtype)
         caches[:, rows.kv_slots[rows.kv_slots >= 0]] = float("nan")
@@ -89,7 +83,7 @@ class Layer:
             rows,
             torch.cat([angles.cos(), angles.sin()], 1).to(device) * 1.1,
             caches,
-            AttentionHeads(heads, kv_heads, q_norm, k_norm, 1e-6),
+            AttentionHeads(heads, kv_heads),
             AttentionParams(d**-0.5, shape.window, sinks=sinks),
         )
 
@@ -189,18 +183,16 @@ def assert_same(
 def check_rotated(
     shape: Shape, firsts: list[int], counts: list[int], device: str, dtype: torch.dtype
 ) -> None:
-    """Against the reference, and against separate kernels: without norms, the same bits."""
+    """Against the reference, and against separate kernels: the same bits."""
     whole = Layer.create(shape, firsts, counts, device, dtype)
     partial_sums = some(3, *whole.qkv.shape).to(device)
-    is_equal = not (shape.q_norm or shape.k_norm)
     for layer in (whole, replace(whole, qkv=partial_sums)):
         result = layer.run(rotated_attention.rotated_attention)
         assert result[0].isfinite().all()
         assert_same(result, layer.run(rotated_attention.reference), 8)
         expected = layer.run(separate)
-        if is_equal:
-            assert torch.equal(result[1].nan_to_num(), expected[1].nan_to_num())
-        assert_same(result, expected, None if is_equal and device == "cpu" else 4)
+        assert torch.equal(result[1].nan_to_num(), expected[1].nan_to_num())
+        assert_same(result, expected, None if device == "cpu" else 4)
         if device == "cpu":
             with reversed_programs():
                 assert_same(layer.run(rotated_attention.rotated_attention), result, None)
@@ -269,24 +261,19 @@ def check_support(device: str, dtype: torch.dtype) -> None:
             qkv, rows, layer.caches[0], heads, params
         )
 
-    assert is_supported() and is_supported(q_norm=norm) and is_supported(qkv=layer.qkv[None])
+    assert is_supported() and is_supported(qkv=layer.qkv[None])
+    assert not is_supported(q_norm=norm)
     assert not is_supported(qkv=layer.qkv.new_empty(65, layer.qkv.shape[1]))
     assert not is_supported(tree_masks=layer.rows.positions)
     assert not is_supported(bidirectional_rows=2)
     assert not is_supported(reads_new_keys=True)
     assert not is_supported(softcap=3.0)
     assert is_supported(exact=True) == (device == "cpu" or dtype != torch.float32)
-    assert not is_supported(exact=True, q_norm=norm)
 
 
 CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     "rotated attention": partial(check_rotated, Shape(6, 2, 16, 16), *RAGGED),
-    "rotated attention, head norms": partial(
-        check_rotated, Shape(4, 2, 32, 32, True, True), [61, 3], [5, 2]
-    ),
-    "rotated attention, partial, k norm": partial(
-        check_rotated, Shape(5, 1, 24, 10, False, True), [61], [5]
-    ),
+    "rotated attention, partial": partial(check_rotated, Shape(5, 1, 24, 10), [61], [5]),
     "rotated attention, sinks, window": partial(
         check_rotated, Shape(8, 1, 16, 8, window=70, sinks=True), [130, 0], [7, 3]
     ),

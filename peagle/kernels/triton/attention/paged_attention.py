@@ -64,7 +64,6 @@ try:
         RopeTable,
         load_angles,
         load_new_angles,
-        load_norm,
         load_rotated,
         store_new_keys,
     )
@@ -154,17 +153,12 @@ if triton is not None:
         stride_o_head,
         kv_slots_ptr,
         rope_table_ptr,
-        q_norm_ptr,
-        k_norm_ptr,
-        eps,
         max_positions,
         stride_q_split,
         stride_rope_row,
         ROTATE: tl.constexpr,
         ROT: tl.constexpr,
         SUMS: tl.constexpr,
-        Q_NORM: tl.constexpr,
-        K_NORM: tl.constexpr,
         BLOCK_NEW: tl.constexpr,
         MORE_ROWS: tl.constexpr,
         HEADS: tl.constexpr,
@@ -200,24 +194,22 @@ if triton is not None:
         end_row = tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, row_count)
         if ROTATE:
             sizes: tl.constexpr = QkvSizes(
-                HEADS, GROUP, D, ROT, SUMS, K_NORM, SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
+                HEADS, GROUP, D, ROT, SUMS, SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
             )
             rope = RopeTable(positions_ptr, rope_table_ptr, stride_rope_row, max_positions)
-            product = QkvProduct(query_ptr, stride_q_split, stride_q_row, eps)
+            product = QkvProduct(query_ptr, stride_q_split, stride_q_row)
             dtype = key_cache_ptr.dtype.element_ty
             q_angles = load_angles(rope, row, row_mask, sizes, dtype)
-            q_norm = load_norm(q_norm_ptr, sizes, Q_NORM)
             new_rows = NewRows(first_row, first, end_row, split, kv_head)
             k_angles = load_new_angles(rope, new_rows, 0, sizes, dtype)
-            k_norm = load_norm(k_norm_ptr, sizes, K_NORM)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         if block * BLOCK_ROWS >= row_count * GROUP:
             return
         if ROTATE:
-            q = load_rotated(product, row, head, row_mask, q_angles, q_norm, sizes, Q_NORM)
+            q = load_rotated(product, row, head, row_mask, q_angles, sizes)
             cache = HeadCache(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, kv_slots_ptr)
-            store_new_keys(product, new_rows, rope, k_angles, k_norm, cache, sizes, MORE_ROWS)
+            store_new_keys(product, new_rows, rope, k_angles, cache, sizes, MORE_ROWS)
             tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
         else:
             q = tl.load(

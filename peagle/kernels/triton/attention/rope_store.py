@@ -29,11 +29,7 @@ try:
     import triton
     import triton.language as tl
 
-    from peagle.kernels.triton.attention.rotary_rows import (
-        load_sum,
-        rounded_product,
-        scale_by_norm,
-    )
+    from peagle.kernels.triton.attention.rotary_rows import load_sum, rounded_product
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:  # without Triton the reference runs
     triton = None
@@ -83,6 +79,10 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 if triton is not None:
+
+    @triton.jit
+    def _scale_by_norm(x, scale, weight, dtype):  # type: ignore[no-untyped-def]
+        return (weight.to(tl.float32)[None, :] * (x * scale).to(dtype).to(tl.float32)).to(dtype)
 
     @triton.jit
     def _load_angles(ptr, dims, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -149,9 +149,9 @@ if triton is not None:
         if NORM:
             x, y, z = left.to(tl.float32), right.to(tl.float32), rest.to(tl.float32)
             scale = _norm_scale(x, y, z, eps, D)
-            left = scale_by_norm(x, scale, left_norm, dtype)
-            right = scale_by_norm(y, scale, right_norm, dtype)
-            rest = scale_by_norm(z, scale, rest_norm, dtype)
+            left = _scale_by_norm(x, scale, left_norm, dtype)
+            right = _scale_by_norm(y, scale, right_norm, dtype)
+            rest = _scale_by_norm(z, scale, rest_norm, dtype)
         new_left, new_right = _rotate_halves(left, right, cos, sin, dtype)
         tl.store(target + dims[None, :], new_left.to(dtype), mask=half_mask)
         tl.store(target + HALF + dims[None, :], new_right.to(dtype), mask=half_mask)

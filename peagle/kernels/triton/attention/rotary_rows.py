@@ -8,8 +8,8 @@ and values of new rows, which it stores. Dimension i of a head rotates with dime
                     pairs    2        3        0        1
                     sines   -sin 0   -sin 1    sin 0    sin 1
 
-Results are rounded where rope_store rounds, so without head norms they have the same bits. Angles
-and norms are older than the kernel in front: they are loaded before `wait_for_inputs`.
+Results are rounded where rope_store rounds, so they have the same bits. Angles are older than the
+kernel in front: they are loaded before `wait_for_inputs`.
 """
 
 from typing import Any, NamedTuple
@@ -50,7 +50,6 @@ class QkvProduct(NamedTuple):
     qkv_ptr: Any
     stride_split: Any
     stride_row: Any
-    eps: Any  # of the head norms
 
 
 class RopeTable(NamedTuple):
@@ -90,23 +89,10 @@ class QkvSizes(NamedTuple):
     D: Any
     ROT: Any
     SUMS: Any  # split-K partial sums of the product
-    K_NORM: Any
     SPLITS: Any  # of the keys, of which a program reads one
     BLOCK_KEYS: Any
     BLOCK_NEW: Any  # new rows that are rotated at once
     BLOCK_D: Any
-
-
-def new_row_block(max_rows: int, has_norm: bool) -> int:
-    """The number of new rows that are rotated at once.
-
-    The order in which a norm adds depends on the tile. With a norm there is only one tile, so that
-    a key has the same bits in a pass of one row and in one of several: without batch-invariant
-    kernels, exact mode pads passes of either kind (engine/model/exactness.py).
-    """
-    if has_norm:
-        return MAX_BLOCK_NEW
-    return next((n for n in NEW_ROW_BLOCKS if n >= max_rows), MAX_BLOCK_NEW)
 
 
 def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, Any]:
@@ -115,24 +101,19 @@ def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, An
     The kernel's query is `rotation.query`.
     """
     if rotation is None:
-        pointers = ("kv_slots_ptr", "rope_table_ptr", "q_norm_ptr", "k_norm_ptr")
-        numbers = ("eps", "max_positions", "stride_q_split", "stride_rope_row")
-        constants = dict.fromkeys(("ROT", "SUMS", "Q_NORM", "K_NORM", "BLOCK_NEW", "MORE_ROWS"), 0)
+        pointers = ("kv_slots_ptr", "rope_table_ptr")
+        numbers = ("max_positions", "stride_q_split", "stride_rope_row")
+        constants = dict.fromkeys(("ROT", "SUMS", "BLOCK_NEW", "MORE_ROWS"), 0)
         return {"ROTATE": False, **constants, **dict.fromkeys((*pointers, *numbers))}
-    qkv, rope_table, heads = rotation
+    qkv, rope_table, _ = rotation
     return {
         "ROTATE": True,
         "ROT": rope_table.shape[1],
         "SUMS": 1 if qkv.dim() == 2 else len(qkv),
-        "Q_NORM": heads.q_norm is not None,
-        "K_NORM": heads.k_norm is not None,
-        "BLOCK_NEW": new_row_block(rows.max_rows, heads.k_norm is not None),
+        "BLOCK_NEW": next((n for n in NEW_ROW_BLOCKS if n >= rows.max_rows), MAX_BLOCK_NEW),
         "MORE_ROWS": rows.max_rows > MAX_BLOCK_NEW,
         "kv_slots_ptr": rows.kv_slots,
         "rope_table_ptr": rope_table,
-        "q_norm_ptr": heads.q_norm,
-        "k_norm_ptr": heads.k_norm,
-        "eps": heads.eps,
         "max_positions": len(rope_table),
         "stride_q_split": qkv.stride(0),
         "stride_rope_row": rope_table.stride(0),
@@ -150,10 +131,6 @@ if triton is not None:
         for i in tl.static_range(1, SUMS):
             x += tl.load(ptr + i * stride_split, mask=mask, other=0.0)
         return x.to(dtype)
-
-    @triton.jit
-    def scale_by_norm(x, scale, weight, dtype):  # type: ignore[no-untyped-def]
-        return (weight.to(tl.float32)[None, :] * (x * scale).to(dtype).to(tl.float32)).to(dtype)
 
     @triton.jit
     def rounded_product(x, y, dtype):  # type: ignore[no-untyped-def]
@@ -182,22 +159,8 @@ if triton is not None:
         return cos.to(dtype), sin.to(dtype)
 
     @triton.jit
-    def load_norm(norm_ptr, sizes, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-        """[d] each: the weights of a head norm, and those of the pairs; without a norm, zeros."""
-        dims = tl.arange(0, sizes.BLOCK_D)
-        weight = tl.zeros([sizes.BLOCK_D], tl.float32)
-        pair_weight = weight
-        if NORM:
-            weight = tl.load(norm_ptr + dims, mask=dims < sizes.D, other=0.0).to(tl.float32)
-            pairs_ptr = norm_ptr + _pair_dims(sizes)
-            pair_weight = tl.load(pairs_ptr, mask=dims < sizes.ROT, other=0.0).to(tl.float32)
-        return weight, pair_weight
-
-    @triton.jit
-    def load_rotated(  # type: ignore[no-untyped-def]
-        product, row, head, mask, angles, norm, sizes, NORM: tl.constexpr
-    ):
-        """[N, d]: heads of rows, normed and rotated; keys are the heads behind the queries."""
+    def load_rotated(product, row, head, mask, angles, sizes):  # type: ignore[no-untyped-def]
+        """[N, d]: rotated heads of rows; keys are the heads behind the queries."""
         cos, sin = angles
         dtype = cos.dtype
         dims = tl.arange(0, sizes.BLOCK_D)
@@ -207,11 +170,6 @@ if triton is not None:
         pairs = source + _pair_dims(sizes)[None, :]
         x = load_sum(source + dims[None, :], product.stride_split, head_mask, sizes.SUMS, dtype)
         pair = load_sum(pairs, product.stride_split, pair_mask, sizes.SUMS, dtype)
-        if NORM:
-            wide = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, 1) / sizes.D + product.eps)[:, None]
-            x = scale_by_norm(wide, scale, norm[0], dtype)
-            pair = scale_by_norm(pair.to(tl.float32), scale, norm[1], dtype)
         # Products are rounded, then the sum.
         turned = rounded_product(pair, sin, dtype)
         rotated = (rounded_product(x, cos, dtype) + turned).to(dtype)
@@ -232,14 +190,12 @@ if triton is not None:
         return load_angles(rope, row, is_read, sizes, dtype)
 
     @triton.jit
-    def _store_block(  # type: ignore[no-untyped-def]
-        product, rows, start, angles, norm, cache, sizes
-    ):
+    def _store_block(product, rows, start, angles, cache, sizes):  # type: ignore[no-untyped-def]
         dims = tl.arange(0, sizes.BLOCK_D)
         row, is_read = _read_rows(rows, start, sizes)
         slot = tl.load(cache.kv_slots_ptr + row, mask=is_read, other=-1).to(tl.int64)[:, None]
         key_head = tl.zeros_like(row) + sizes.HEADS + rows.kv_head
-        k = load_rotated(product, row, key_head, is_read, angles, norm, sizes, sizes.K_NORM)
+        k = load_rotated(product, row, key_head, is_read, angles, sizes)
         value_head = key_head + sizes.HEADS // sizes.GROUP
         source = product.qkv_ptr + row[:, None] * product.stride_row + value_head[:, None] * sizes.D
         mask = is_read[:, None] & (dims < sizes.D)[None, :]
@@ -250,14 +206,14 @@ if triton is not None:
 
     @triton.jit
     def store_new_keys(  # type: ignore[no-untyped-def]
-        product, rows, rope, angles, norm, cache, sizes, MORE_ROWS: tl.constexpr
+        product, rows, rope, angles, cache, sizes, MORE_ROWS: tl.constexpr
     ):
         """Store the keys and values of new rows that this program reads behind a barrier.
 
         `angles`: of the first BLOCK_NEW rows.
         """
-        _store_block(product, rows, 0, angles, norm, cache, sizes)
+        _store_block(product, rows, 0, angles, cache, sizes)
         if MORE_ROWS:
             for start in tl.range(sizes.BLOCK_NEW, rows.end, sizes.BLOCK_NEW, num_stages=1):
                 angles = load_new_angles(rope, rows, start, sizes, angles[0].dtype)
-                _store_block(product, rows, start, angles, norm, cache, sizes)
+                _store_block(product, rows, start, angles, cache, sizes)

@@ -13,7 +13,8 @@ Every row attends to itself, so every row is stored. Programs for other queries 
 store the same bits; none waits for another. So a request must not read what another one stores in
 the same pass (`RowPass.reads_new_keys`).
 
-Sums have the order of attention behind rope_store and, without head norms, the same bits.
+Results have the bits of attention behind rope_store. Heads with norms are left to rope_store: the
+order in which a norm adds depends on the tile, and there is nothing to gain (docs/moe.md).
 
 Shapes: those of rope_store.py and paged_attention.py.
 """
@@ -55,16 +56,16 @@ def supports_rotated_attention(
     is_chain = rows.tree_masks is None and not rows.bidirectional_rows
     if not uses_triton(qkv) or qkv.shape[-2] > MAX_ROWS or not is_chain:
         return False
-    if rows.reads_new_keys or params.softcap is not None:
+    has_norms = heads.q_norm is not None or heads.k_norm is not None
+    if has_norms or rows.reads_new_keys or params.softcap is not None:
         return False
     if not params.batch_invariant:
         plan = paged_attention.plan_pass(rows, heads.num_heads, key_cache)
         return plan.block_rows <= MAX_BLOCK_QUERIES
-    # The order in which a norm adds depends on the tile. Passes in float32 on a GPU are not exact.
-    has_norms = heads.q_norm is not None or heads.k_norm is not None
+    # Passes in float32 on a GPU are not exact.
     is_exact = key_cache.element_size() == 2 or not qkv.is_cuda
     exact_plan = invariant.plan_pass(rows, heads.num_heads, key_cache)
-    return is_exact and not has_norms and exact_plan.block_queries <= MAX_BLOCK_QUERIES
+    return is_exact and exact_plan.block_queries <= MAX_BLOCK_QUERIES
 
 
 def rotated_attention(

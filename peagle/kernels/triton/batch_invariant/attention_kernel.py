@@ -14,7 +14,6 @@ try:
         RopeTable,
         load_angles,
         load_new_angles,
-        load_norm,
         load_rotated,
         store_new_keys,
     )
@@ -70,17 +69,12 @@ if triton is not None:
         stride_o_head,
         kv_slots_ptr,
         rope_table_ptr,
-        q_norm_ptr,
-        k_norm_ptr,
-        eps,
         max_positions,
         stride_q_split,
         stride_rope_row,
         ROTATE: tl.constexpr,
         ROT: tl.constexpr,
         SUMS: tl.constexpr,
-        Q_NORM: tl.constexpr,
-        K_NORM: tl.constexpr,
         BLOCK_NEW: tl.constexpr,
         MORE_ROWS: tl.constexpr,
         HEADS: tl.constexpr,
@@ -126,22 +120,20 @@ if triton is not None:
         if ROTATE:
             READ_SPLITS: tl.constexpr = SPLITS if PARALLEL else 1
             sizes: tl.constexpr = QkvSizes(
-                HEADS, GROUP, D, ROT, SUMS, K_NORM, READ_SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
+                HEADS, GROUP, D, ROT, SUMS, READ_SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
             )
             rope = RopeTable(positions_ptr, rope_table_ptr, stride_rope_row, max_positions)
-            product = QkvProduct(query_ptr, stride_q_split, stride_q_row, eps)
+            product = QkvProduct(query_ptr, stride_q_split, stride_q_row)
             dtype = key_cache_ptr.dtype.element_ty
             q_angles = load_angles(rope, row, row_mask, sizes, dtype)
-            q_norm = load_norm(q_norm_ptr, sizes, Q_NORM)
             new_rows = NewRows(row_start, first, end_row, split, kv_head)
             k_angles = load_new_angles(rope, new_rows, 0, sizes, dtype)
-            k_norm = load_norm(k_norm_ptr, sizes, K_NORM)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         if first_row >= row_count:
             return
         if ROTATE:
-            q = load_rotated(product, row, head, row_mask, q_angles, q_norm, sizes, Q_NORM)
+            q = load_rotated(product, row, head, row_mask, q_angles, sizes)
             cache = HeadCache(
                 keys_ptr + dims[None, :],
                 values_ptr + dims[None, :],
@@ -149,7 +141,7 @@ if triton is not None:
                 stride_v_slot,
                 kv_slots_ptr,
             )
-            store_new_keys(product, new_rows, rope, k_angles, k_norm, cache, sizes, MORE_ROWS)
+            store_new_keys(product, new_rows, rope, k_angles, cache, sizes, MORE_ROWS)
             tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
         else:
             q = tl.load(
