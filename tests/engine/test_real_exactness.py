@@ -48,29 +48,25 @@ def alone(pair: LoadedPair, asked: list[Asked]) -> list[list[int]]:
 
 @needs_c
 @pytest.mark.parametrize(
-    "drafting",
+    ("k", "tree"),
     [
-        pytest.param([(7, 15)], id="tree"),
-        pytest.param([(7, 0)], id="chain", marks=pytest.mark.slow),
-        pytest.param([("auto", 15)], id="auto", marks=pytest.mark.slow),
+        pytest.param(7, 15, id="tree"),
+        pytest.param(7, 0, id="chain", marks=pytest.mark.slow),
+        pytest.param("auto", 15, id="auto", marks=pytest.mark.slow),
     ],
 )
 def test_any_load_gives_the_answers_of_none_alone(
-    pair: LoadedPair,
-    asked: list[Asked],
-    alone: list[list[int]],
-    drafting: list[tuple[int | str, int]],
+    pair: LoadedPair, asked: list[Asked], alone: list[list[int]], k: int | str, tree: int
 ) -> None:
     """Staggered arrival, chunks of prompts, shared prefixes, and pages for half of the requests."""
     options = {"page_size": PAGE, "kv_tokens": KV_TOKENS, "prefill_chunk": 64, "max_batch": 6}
-    preemptions = 0
-    for k, tree in drafting:
-        engine = engine_of(pair, "p-eagle", k, tree=tree, exact=True, **options)
-        assert engine.exact_mode == "batched"
-        batches: list[int] = []
-        engine.on_step(lambda record, batches=batches: batches.append(record.batch))
-        assert [tokens_of(steps) for steps in serve(engine, asked)] == alone, (k, tree)
-        assert max(batches) > 1 and engine.metrics.acceptance_length > 1.3
-        assert engine.status()["prefix_hits"] > 0
-        preemptions += engine.status()["preemptions"]
-    assert preemptions > 0  # When pages run out depends on what is accepted.
+    engine = engine_of(pair, "p-eagle", k, tree=tree, exact=True, **options)
+    assert engine.exact_mode == "batched"
+    batches: list[int] = []
+    engine.on_step(lambda record: batches.append(record.batch))
+    assert [tokens_of(steps) for steps in serve(engine, asked)] == alone
+    assert max(batches) > 1 and engine.metrics.acceptance_length > 1.3
+    status = engine.status()
+    assert status["prefix_hits"] > 0
+    # A chain, which adaptive drafting may choose, is admitted with pages for almost its whole answer.
+    assert status["preemptions"] > 0 or k == "auto" or not tree
