@@ -68,5 +68,5 @@ def test_any_load_gives_the_answers_of_none_alone(
     assert max(batches) > 1 and engine.metrics.acceptance_length > 1.3
     status = engine.status()
     assert status["prefix_hits"] > 0
-    # A chain, which adaptive drafting may choose, is admitted with pages for almost its whole answer.
+    # A chain, which adaptive drafting may choose, is admitted with pages for most of its answer.
     assert status["preemptions"] > 0 or k == "auto" or not tree
