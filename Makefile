@@ -24,7 +24,7 @@ help: ## Show what there is to make
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	# Python compiles the modules that are used: a third of the time of compiling all of them here.
+	# Python compiles modules when they are imported. Without compiling all of them, this takes a third less time.
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,page]'
 	touch $@
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.script_server import ScriptServer, script_server
+from tests.support.script_server import ScriptServer, compiling_server
 
 pytest.importorskip("triton")
 BEGIN = """
@@ -47,9 +47,8 @@ def sums():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptServer]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    with script_server(BEGIN, TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache) as started:
+def server() -> Iterator[ScriptServer]:
+    with compiling_server(BEGIN) as started:
         yield started
 
 

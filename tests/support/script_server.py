@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -70,3 +71,13 @@ def script_server(beginning: str, **environment: str) -> Iterator[ScriptServer]:
         yield server
     finally:
         process.communicate()
+
+
+@contextmanager
+def compiling_server(beginning: str) -> Iterator[ScriptServer]:
+    """For scripts that compile Triton kernels, without the interpreter and with an empty cache."""
+    with (
+        TemporaryDirectory() as cache,
+        script_server(beginning, TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache) as server,
+    ):
+        yield server

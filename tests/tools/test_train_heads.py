@@ -144,6 +144,13 @@ def test_rungs_in_two_runs(
     assert checkpoint.read(out / "rungs" / "tree" / "int8").config.trained
 
 
+def train_rungs(place: Path, prompts: Path, out: Path, rungs: str) -> int:
+    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
+    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    words += ["--stages", "answers,rungs", "--answers", "9,0,0", "--rung-seconds", "0.2"]
+    return train_heads.main([*words, "--rungs", rungs])
+
+
 def test_a_rung_that_fails(
     place: Path,
     tiny: None,
@@ -154,10 +161,7 @@ def test_a_rung_that_fails(
     """A loss that is not finite is one line; the other rungs are trained and in the table."""
     prompts, out = place / "prompts-5", tmp_path / "out"
     monkeypatch.setitem(RUNGS, "on-policy", {"lr": 1e30})
-    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
-    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
-    words += ["--stages", "answers,rungs", "--answers", "9,0,0", "--rung-seconds", "0.2"]
-    assert train_heads.main([*words, "--rungs", "base,on-policy,tree"]) == 0
+    assert train_rungs(place, prompts, out, "base,on-policy,tree") == 0
     assert list(json.loads((out / "files" / "rungs.json").read_text())) == ["base", "tree"]
     lines = capsys.readouterr().out.splitlines()
     [failed] = [line for line in lines if "failed" in line]
@@ -174,10 +178,7 @@ def test_the_table_after_an_error(
 ) -> None:
     prompts, out = place / "prompts-6", tmp_path / "out"
     monkeypatch.setitem(RUNGS, "on-policy", {"on_policy": 2.0})
-    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
-    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
-    words += ["--stages", "answers,rungs", "--answers", "9,0,0", "--rung-seconds", "0.2"]
-    assert train_heads.main([*words, "--rungs", "base,on-policy"]) == 2
+    assert train_rungs(place, prompts, out, "base,on-policy") == 2
     assert list(json.loads((out / "files" / "rungs.json").read_text())) == ["base"]
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-1].startswith("| base |")
