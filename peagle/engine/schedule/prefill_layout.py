@@ -39,6 +39,16 @@ class PrefillSize:
         """Rows of the drafter's pass."""
         return self.rows + self.requests * self.mask_rows
 
+    def holds(self, other: "PrefillSize") -> bool:
+        """Whether the contents of the other size fit, with padding, into this one."""
+        return (
+            self.rows >= other.rows
+            and self.requests >= other.requests
+            and self.max_rows >= other.max_rows
+            and self.mask_rows == other.mask_rows
+            and self.mask_every_chunk == other.mask_every_chunk
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillInput:

@@ -2,7 +2,8 @@
 
 Like a decode step, a prefill has two halves: up to the target's tokens, and from them to the drafts
 of the prompts that end. Each half is a CUDA graph where it is small. Large prefills keep the GPU
-busy without one.
+busy without one. A prefill whose size has no graph yet runs, padded, in the next larger one that
+is captured: that takes a millisecond or two, a capture takes dozens.
 """
 
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ class PrefillRunner:
         self.graphs = graphs
         self.sizer = PrefillSizer(drafter, weights)
         self._input_vectors: dict[PrefillSize, Tensor] = {}  # Graphs read their input from these.
+        self._captured: dict[DraftShape, list[PrefillSize]] = {}  # By the shape that they draft.
 
     @torch.inference_mode()
     def run(
@@ -80,6 +82,8 @@ class PrefillRunner:
         """
         use_graphs = use_graphs and self.sizer.has_graph(chunks)
         size = self.sizer.size(chunks, draft_shape.k, use_graphs)
+        if use_graphs:
+            size = self.captured_size(size, draft_shape)
         vector = layout_vector(chunks, slots, size, self.slots.padding_slot)
         inputs = split_vector(self._upload(vector, size, use_graphs), size)
         if use_graphs:
@@ -212,6 +216,11 @@ class PrefillRunner:
         """Sizes worth a graph before the first request: up to `max_batch` usual prompts."""
         return self.sizer.usual_sizes(max_batch, draft_shape.k)
 
+    def captured_size(self, size: PrefillSize, draft_shape: DraftShape) -> PrefillSize:
+        """The smallest captured size that holds `size`; `size` itself if there is none."""
+        fitting = [other for other in self._captured.get(draft_shape, []) if other.holds(size)]
+        return min(fitting, key=lambda other: (other.rows, other.requests), default=size)
+
     @torch.inference_mode()
     def capture(self, size: PrefillSize, draft_shape: DraftShape) -> None:
         """Capture the two graphs of a size."""
@@ -250,5 +259,7 @@ class PrefillRunner:
             return self.fill_slots(inputs, consumed, size, draft_shape)
 
         self.graphs.warm_up(lambda: fill_slots(consume()))
-        if self.graphs.capture(consume_key, consume):
-            self.graphs.capture(fill_key, lambda: fill_slots(self.graphs.outputs[consume_key]))
+        if self.graphs.capture(consume_key, consume) and self.graphs.capture(
+            fill_key, lambda: fill_slots(self.graphs.outputs[consume_key])
+        ):
+            self._captured.setdefault(draft_shape, []).append(size)

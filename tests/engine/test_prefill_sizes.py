@@ -1,0 +1,85 @@
+"""Prefills whose size has no CUDA graph run padded in a larger one, and give the same answers."""
+
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peagle.engine import Engine, EngineConfig
+from peagle.engine.schedule.prefill_layout import PrefillSize
+from peagle.engine.step.graphs import Graphs
+from tests.support.benching import tiny_pair
+
+PROMPTS = ["abc", "a longer prompt, of some words", "x"]
+
+
+class RepeatedWork(Graphs):
+    """Graphs on a CPU: a replay does the captured work again, on the inputs of the capture."""
+
+    def warm_up(self, work: Callable[[], Any]) -> None:
+        work()
+
+    def capture(self, key: Hashable, work: Callable[[], Any]) -> bool:
+        def replay() -> None:
+            self.outputs[key] = work()
+
+        replay()
+        self.graphs[key] = SimpleNamespace(replay=replay)
+        return True
+
+
+def use_prefill_graphs(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Graphs:
+    prefill = engine.loop.stepper.prefill
+    run = prefill.run
+    graphs = RepeatedWork()
+    monkeypatch.setattr(prefill, "graphs", graphs)
+    monkeypatch.setattr(prefill, "run", lambda *arguments: run(*arguments[:-1], True))
+    return graphs
+
+
+def answers(engine: Engine) -> list[str]:
+    streams = [engine.add(prompt, max_tokens=8) for prompt in PROMPTS]
+    engine.drain()
+    return ["".join(piece.text for piece in stream) for stream in streams]
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3", "none"])
+def test_padded_prefills(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    config = EngineConfig(method=method, k=3, max_batch=8, thread=False, prefix_caching=False)
+    with Engine(tiny_pair(), config) as plain:
+        expected = answers(plain)
+    with Engine(tiny_pair(), config) as engine:
+        graphs = use_prefill_graphs(monkeypatch, engine)
+        prefill = engine.loop.stepper.prefill
+        shape = engine.loop.drafter_shape
+        large = prefill.sizer._prefill_size(256, 8, 256, shape.k)
+        prefill.capture(large, shape)
+        captured = set(graphs.graphs)
+        assert answers(engine) == expected
+        assert set(graphs.graphs) == captured, "a prefill was captured although it fits"
+
+
+def test_without_a_larger_size_a_prefill_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(method="p-eagle", k=3, max_batch=8, thread=False, prefix_caching=False)
+    with Engine(tiny_pair(), config) as engine:
+        graphs = use_prefill_graphs(monkeypatch, engine)
+        first = answers(engine)
+        captured = set(graphs.graphs)
+        assert captured
+        assert answers(engine) == first and set(graphs.graphs) == captured
+
+
+def test_the_smallest_captured_size_is_chosen() -> None:
+    config = EngineConfig(method="p-eagle", k=3, max_batch=8, thread=False)
+    with Engine(tiny_pair(), config) as engine:
+        prefill = engine.loop.stepper.prefill
+        shape = engine.loop.drafter_shape
+        sizes = [PrefillSize(rows, 4, 2, rows) for rows in (1024, 256, 512)]
+        prefill._captured[shape] = sizes
+        assert prefill.captured_size(PrefillSize(128, 4, 2, 128), shape) == sizes[1]
+        assert prefill.captured_size(PrefillSize(512, 2, 2, 512), shape) == sizes[2]
+        too_large = PrefillSize(64, 8, 2, 64)
+        assert prefill.captured_size(too_large, shape) == too_large
+        other_masks = PrefillSize(64, 1, 3, 64)
+        assert prefill.captured_size(other_masks, shape) == other_masks
