@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from peagle.engine import Engine, EngineConfig
+from peagle.engine.model.mixture import find_router
 from peagle.engine.schedule.prefill_layout import PrefillSize
 from peagle.engine.step.graphs import Graphs
+from peagle.engine.step.stepper import row_weight_count, weight_count
 from tests.support.benching import tiny_pair
+from tests.support.mixtures import make_mixture
 
 PROMPTS = ["abc", "a longer prompt, of some words", "x"]
 
@@ -83,3 +86,15 @@ def test_the_smallest_captured_size_is_chosen() -> None:
         assert prefill.captured_size(too_large, shape) == too_large
         other_masks = PrefillSize(64, 1, 3, 64)
         assert prefill.captured_size(other_masks, shape) == other_masks
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_a_row_is_multiplied_with_its_own_experts(name: str) -> None:
+    layers = make_mixture(name).layers
+    num_experts = len(find_router(layers[0].mlp).weight)
+    top_k = find_router(layers[0].mlp).top_k
+    experts = sum(weight_count(layer.mlp.experts) for layer in layers)
+    shared = weight_count(layers) - experts
+    assert row_weight_count(layers) == shared + experts * top_k // num_experts
+    dense = tiny_pair().target.layers
+    assert row_weight_count(dense) == weight_count(dense)

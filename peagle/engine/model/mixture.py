@@ -103,7 +103,7 @@ def find_router(mlp: Any) -> Any:
     """The router of a mixture; None for a dense MLP."""
     if not hasattr(mlp, "experts"):
         return None
-    return mlp.router if hasattr(mlp, "router") else mlp.gate
+    return mlp.router if hasattr(mlp, "router") else getattr(mlp, "gate", None)
 
 
 def is_supported_mixture(mlp: Any) -> bool:

@@ -57,7 +57,7 @@ class PrefillRunner:
         graphs: Graphs,
         weights: int,
     ) -> None:
-        """`weights`: the number of weights in the target's layers."""
+        """`weights`: see PrefillSizer."""
         self.verifier = verifier
         self.drafter = drafter
         self.slots = slots

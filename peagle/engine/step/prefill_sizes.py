@@ -13,13 +13,14 @@ REQUEST_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 USUAL_PROMPT_TOKENS = (32, 512)
 # Requests have up to this many rows in a graph; a longer one gets a graph that it may fill alone.
 MAX_REQUEST_ROWS = 512
-# Rows * weights that keep a GPU busy (10 ms) while the host launches a pass without a graph.
-BUSY_ROW_WEIGHTS = 2e12
+# Rows * weights that keep a GPU busy (about 40 ms) while the host launches a pass without a graph:
+# a layer takes it a millisecond.
+BUSY_ROW_WEIGHTS = 8e12
 
 
 class PrefillSizer:
     def __init__(self, drafter: DraftRunner | None, weights: int) -> None:
-        """`weights`: the number of weights in the target's layers."""
+        """`weights`: those of the target's layers that one row is multiplied with."""
         self.parallel = drafter is not None and drafter.parallel
         self.bidirectional = drafter is not None and drafter.drafter.config.bidirectional
         fitting = [rows for rows in ROW_BUCKETS if rows * weights <= BUSY_ROW_WEIGHTS]

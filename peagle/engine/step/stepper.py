@@ -8,6 +8,7 @@ two, logits are processed where a request needs more than the argmax.
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner
 from peagle.engine.model.exactness import pad_rows
 from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.mixture import find_router
 from peagle.engine.model.paged_limits import check_paged_context
 from peagle.engine.model.verifier import build_verifier
 from peagle.engine.ngram.host_slots import HostNgramSlots
@@ -77,7 +79,7 @@ class Stepper:
                 self.drafter.quantize()
         self.row_multiple = 1  # Exact mode pads passes to a multiple of rows.
         self.graphs = Graphs()
-        weights = weight_count(target.layers)
+        weights = row_weight_count(target.layers)
         self.prefill = PrefillRunner(
             self.verifier, self.drafter, self.slots, self.kv_cache, self.graphs, weights
         )
@@ -378,6 +380,19 @@ class Stepper:
         verified = self.verify(index, verify_shape)
         for draft_shape in draft_shapes:
             self.accept_and_draft(index, verified, verify_shape, draft_shape)
+
+
+def row_weight_count(layers: nn.Module) -> int:
+    """The number of weights that one row is multiplied with: of experts, those of its top k."""
+    total = weight_count(layers)
+    mlp: Any
+    for mlp in layers.modules():
+        router = find_router(mlp)
+        top_k = getattr(router, "top_k", None)
+        if isinstance(top_k, int):
+            idle_share = 1 - top_k / len(router.weight)
+            total -= round(weight_count(mlp.experts) * idle_share)
+    return total
 
 
 def weight_count(layers: nn.Module) -> int:
