@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.core import Sampling
-from peagle.engine.sampling.logits_processors import CDF_UNITS, cumulative_probabilities
 from peagle.engine.sampling.sampler import Sampler, logprobs
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.errors import UserError
 from peagle.kernels.triton.accept import pack_step_output
 from peagle.kernels.triton.argmax import argmax
+from peagle.kernels.triton.draw_tokens import CDF_UNITS, cumulative_units
 from peagle.reference.sampling_rule import choose, uniforms
 from tests.support.sampling import OPTIONS, PROMPT, STOPS, TABLE, processed, target, three_tokens
 from tests.support.statistics import p_value
@@ -272,7 +272,7 @@ def test_the_host_never_waits() -> None:
 def test_the_cdf_is_a_sum_without_rounding() -> None:
     """So that no order of summation, which may depend on the number of rows, changes a bit."""
     x = 4 * torch.randn(3, 2, 5000, generator=torch.Generator().manual_seed(0))
-    cdf = cumulative_probabilities(x)
+    cdf = cumulative_units(x.softmax(-1))
     exact = np.cumsum((x.softmax(-1).double() * CDF_UNITS).long().numpy().astype(object), axis=-1)
     assert (cdf.numpy() == exact).all()
     assert (cdf[..., -1] / CDF_UNITS - 1).abs().max() < 1e-5

@@ -19,6 +19,7 @@ from peagle.kernels.triton import (
     accept,
     add_norm,
     argmax,
+    draw_tokens,
     expand_rows,
     gather_rows,
     skinny_gemm,
@@ -338,6 +339,22 @@ def check_weight_codes(
     near(weight.gated(x), swiglu.reference(expected), 8)
 
 
+def check_draw_tokens(rows: int, size: int, device: str, dtype: torch.dtype) -> None:
+    """Rows with one likely token, with equal ones, and with tokens of probability 0 at the ends."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(rows, size, generator=generator)
+    logits[0, size // 2] = 40.0
+    logits[1] = 0.0
+    logits[2, : size // 3] = logits[2, -size // 3 :] = -torch.inf
+    probabilities = logits.softmax(-1).to(device)
+    for uniform in (0.0, 0.3, 0.7, 1 - 2.0**-53):
+        uniforms = torch.full((rows,), uniform, dtype=torch.float64, device=device)
+        uniforms[3:] = torch.rand(rows - 3, dtype=torch.float64, generator=generator).to(device)
+        ids = draw_tokens.draw_tokens(probabilities, uniforms)
+        assert torch.equal(ids, draw_tokens.reference(probabilities, uniforms))
+        assert (probabilities.gather(1, ids[:, None]) > 0).all()
+
+
 def check_argmax(rows: int, size: int, device: str, dtype: torch.dtype) -> None:
     logits = some(rows, 2 * size).to(device, dtype)[:, :size]
     logits[0] = float("-inf")
@@ -380,6 +397,9 @@ CASES: dict[str, Case] = {
     "few rows, many, shares": partial(check_skinny_gemm, 64, 64, 1536, True),
     "best": partial(check_argmax, 5, 10_000),
     "best, one piece": partial(check_argmax, 3, 77),
+    "drawn tokens": partial(check_draw_tokens, 7, 10_000),
+    "drawn tokens, one piece": partial(check_draw_tokens, 4, 77),
+    "drawn tokens, whole pieces": partial(check_draw_tokens, 4, 8192),
     "take": partial(check_gather_rows, 5, 5, 7),
     "take, one row, many pages": partial(check_gather_rows, 2, 0, 300),
     "convolve_rows": partial(check_convolve_rows, 9, 576),

@@ -29,8 +29,7 @@ from torch import Tensor
 from peagle.core import Sampling
 from peagle.engine.device import to_device
 from peagle.engine.sampling.sampling_state import SamplingState
-
-CDF_UNITS = 2.0**52  # float64 holds every sum of probabilities in these units
+from peagle.kernels.triton.draw_tokens import CDF_UNITS, cumulative_units
 
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -118,21 +117,12 @@ def top_k(states: list[SamplingState]) -> LogitsProcessor:
     return process
 
 
-def cumulative_probabilities(x: Tensor) -> Tensor:
-    """The CDF of each row [..., V], in units of 1 / CDF_UNITS.
-
-    Sums of integers have no rounding: they are the same in any order, which for floating-point
-    numbers would depend on the number of rows.
-    """
-    return (x.softmax(-1) * CDF_UNITS).long().cumsum_(-1)
-
-
 def top_p(states: list[SamplingState]) -> LogitsProcessor:
     tail = column(states, lambda s: 1 - s.top_p).double() * CDF_UNITS
 
     def process(x: Tensor, drafts: Tensor, position: Tensor, follows: Tensor) -> Tensor:
         ascending, index = x.sort(stable=True)
-        removed = cumulative_probabilities(ascending) <= tail
+        removed = cumulative_units(ascending.softmax(-1)) <= tail
         removed[..., -1] = False
         return x.masked_fill(removed.scatter(2, index, removed), -torch.inf)
 

@@ -23,10 +23,10 @@ from peagle.engine.sampling.logits_processors import (
     LOGITS_PROCESSORS,
     LogitsProcessor,
     Penalties,
-    cumulative_probabilities,
 )
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.kernels.triton.argmax import argmax
+from peagle.kernels.triton.draw_tokens import draw_tokens
 
 # Limit of requests x rows x V in a group: bounds the copies of logits that its processors make.
 MAX_GROUP_LOGITS = 2**25
@@ -84,9 +84,7 @@ class SamplingGroup:
         Rows beyond max_tokens are never used: they take the last number.
         """
         uniform = self.uniforms[self.first + position.minimum(self.last)]
-        cdf = cumulative_probabilities(x)
-        threshold = (uniform[:, :, None] * cdf[..., -1:]).long()
-        return torch.searchsorted(cdf, threshold, right=True)[..., 0].clamp(max=x.shape[-1] - 1)
+        return draw_tokens(x.softmax(-1).flatten(0, 1), uniform.flatten()).view(uniform.shape)
 
     def commit(self, tokens: Tensor, accepted: Tensor) -> None:
         for users, process in self.processors:
