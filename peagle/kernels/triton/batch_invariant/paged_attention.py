@@ -40,8 +40,9 @@ from peagle.kernels.triton.batch_invariant.attention_plan import (
     AttentionPlan,
     block_sizes,
     plan_attention,
+    tail_sizes,
 )
-from peagle.kernels.triton.batch_invariant.tree_lanes import tree_lanes
+from peagle.kernels.triton.batch_invariant.tree_lanes import TreeLanes, tree_lanes
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 
 try:
@@ -99,7 +100,9 @@ def launch_attention(
     kv_heads = key_cache.shape[1]
     blocks = triton.cdiv(rows.max_rows, plan.block_rows)
     programs = KEY_SPLITS if plan.parallel else 1  # for each block of queries
+    sizes = tail_sizes(rows, out.shape[2], plan)
     assert programs == 1 or batch * kv_heads * blocks <= len(counters)
+    lanes = (None,) * len(TreeLanes._fields) if sizes is None else tree_lanes(rows, sizes)
     invariant_attention_kernel[(batch, kv_heads, blocks * programs)](
         query,
         key_cache,
@@ -110,8 +113,7 @@ def launch_attention(
         rows.first_positions,
         query if params.sinks is None else params.sinks,
         rows.positions,
-        rows.tree_masks,
-        tree_lanes(rows) if rows.tree_masks is not None else None,
+        *lanes,
         out,
         *split_buffers(out, programs),
         counters,
@@ -127,7 +129,7 @@ def launch_attention(
         SINKS=params.sinks is not None,
         SPLITS=KEY_SPLITS,
         **rotation_arguments(rotation, rows),
-        **block_sizes(out, kv_heads, rows, plan),
+        **block_sizes(out, kv_heads, plan, sizes),
         enable_fp_fusion=False,  # The merges of both kinds of programs must round alike.
         **launch_options(out),
     )
