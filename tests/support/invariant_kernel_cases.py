@@ -1,7 +1,7 @@
 """Cases of the batch-invariant kernels, for tests/support/kernel_cases.py.
 
-In the interpreter, a product is the sum over its inputs in their order, as a tensor core computes
-it; numpy's own order depends on the number of rows.
+In the interpreter, a product adds 16 inputs at once, as a tensor core does; the order of numpy
+depends on the number of rows.
 """
 
 import itertools
@@ -25,8 +25,8 @@ from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from tests.support.comparing import near, some
 
+FUSED_INPUTS = 16
 PAGE = 16
-PAGES = 16
 PLANS = [
     AttentionPlan(1, 16, True, 4),
     AttentionPlan(4, 16, True, 4),
@@ -38,14 +38,16 @@ PLANS = [
 
 @contextmanager
 def chained_products() -> Iterator[None]:
-    """Let the interpreter add the products of a dot one after another."""
+    """Let the interpreter add the products of a dot 16 at once, and round behind each 16."""
     builder = interpreter.InterpreterBuilder
     plain = builder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right = a.data.astype("float64"), b.data.astype("float64")
         total = d.data.copy()
-        for i in range(a.data.shape[1]):
-            total += a.data[:, i, None] * b.data[i]
+        for i in range(0, left.shape[1], FUSED_INPUTS):
+            inputs = slice(i, i + FUSED_INPUTS)
+            total[:] = total + left[:, inputs] @ right[inputs]
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
     builder.create_dot = create_dot
@@ -187,8 +189,9 @@ def check_trees(
     for row in range(1, nodes):
         masks.append(masks[parents[row]] | 1 << row)
     depths = [mask.bit_count() - 1 for mask in masks]
-    caches = some(2, PAGES * PAGE, kv_heads, d).to(device, dtype)
-    table = torch.arange(PAGES, dtype=torch.int32, device=device)[None]
+    pages = (first + nodes) // PAGE + 1
+    caches = some(2, pages * PAGE, kv_heads, d).to(device, dtype)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     query = some(nodes, heads, d, seed=4).to(device, dtype)
     params = AttentionParams(d**-0.5, window)
     rows = pass_of(table, first, nodes)
@@ -301,5 +304,6 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     "exact trees": partial(check_trees, 2, 60, None),
     "exact trees, window": partial(check_trees, 1, 131, 70),
     "exact trees, window that ends beside them": partial(check_trees, 1, 66, 3),
+    "exact trees, in the last split and the first": partial(check_trees, 1, 509, None),
     "exact trees, first token": partial(check_trees, 1, 0, None),
 }

@@ -83,6 +83,17 @@ def plan_pass(rows: RowPass, num_heads: int, key_cache: Tensor) -> AttentionPlan
     return plan_attention(heads_in_batch, rows.max_rows, num_heads // kv_heads, key_cache, is_tree)
 
 
+def find_lanes(rows: RowPass, num_heads: int, key_cache: Tensor) -> None:
+    """Look up the lanes of a tree, if that is not done, with a kernel between this and attention.
+
+    Attention reads them before the kernel in front of it has ended.
+    """
+    plan = plan_pass(rows, num_heads, key_cache)
+    sizes = tail_sizes(rows, key_cache.shape[2], plan)
+    if sizes is not None:
+        tree_lanes(rows, sizes)
+
+
 def launch_attention(
     query: Tensor,
     key_cache: Tensor,

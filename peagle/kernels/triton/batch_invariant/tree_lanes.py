@@ -290,7 +290,7 @@ if triton is not None:
         BLOCK_NODES: tl.constexpr,
         DEPENDENT: tl.constexpr,
     ):
-        # The next kernel starts when this one has ended: attention reads lanes before it waits.
+        # Attention reads lanes before it waits, so no kernel may start before this one has ended.
         wait_for_inputs(DEPENDENT)
         request = tl.program_id(0).to(tl.int64)
         row_count = tl.load(row_counts_ptr + request).to(tl.int32)
