@@ -17,10 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.exact_attention import HEADS, attend, chains_of_trees, new_caches, tree_rows
+from benchmarks.exact_attention import (
+    HEADS,
+    attend,
+    chain_rows,
+    chains_of_trees,
+    new_caches,
+    tree_rows,
+)
 from benchmarks.exact_attention_times import DEPTH, Pass, TimedPass
-from benchmarks.exact_kernels import DEVICE, clear_cached, compare, microseconds
-from benchmarks.likely_trees import likely_tree_rows
+from benchmarks.exact_kernels import CACHES, DEVICE, clear_cached, compare, microseconds
+from benchmarks.likely_trees import with_likely_trees
 from benchmarks.part_report import PartReport
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
@@ -56,6 +63,12 @@ def tree_plans(group: int) -> list[AttentionPlan]:
     ]
 
 
+def likely_tree_rows(batch: int, nodes: int, depth: int, firsts: list[int]) -> RowPass:
+    rows = with_likely_trees(chain_rows([nodes] * batch, firsts), depth)
+    CACHES.append(rows._cache)
+    return rows
+
+
 def check_bits(report: PartReport, model: str, make_rows: Callable[..., RowPass]) -> None:
     heads, kv_heads, d = HEADS[model]
     rows = make_rows(len(FIRSTS), ROWS, DEPTH, FIRSTS)
@@ -74,8 +87,8 @@ def check_bits(report: PartReport, model: str, make_rows: Callable[..., RowPass]
 class TimedTrees(TimedPass):
     def __init__(self, model: str, size: Pass) -> None:
         super().__init__(model, size)
-        firsts = self.rows.first_positions.tolist()
-        self.rows = likely_tree_rows(size.requests, size.rows, DEPTH, firsts)
+        self.rows = with_likely_trees(self.rows, DEPTH)
+        CACHES.append(self.rows._cache)
 
     def find_lanes(self) -> object:
         sizes = tail_sizes(self.rows, self.query.shape[2], self.chosen)

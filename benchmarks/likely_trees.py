@@ -1,28 +1,30 @@
 """Draft trees as a drafter makes them: the most likely nodes of random candidates."""
 
+from dataclasses import replace
+
 import torch
 
-from benchmarks.exact_attention import DEVICE, chain_rows
-from benchmarks.exact_kernels import CACHES
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.build_tree import tree_topology
 
 CANDIDATES = 16
 
 
-def likely_tree_rows(batch: int, nodes: int, depth: int, firsts: list[int]) -> RowPass:
-    """Trees of `nodes` rows each, no deeper than `depth`.
+def with_likely_trees(rows: RowPass, depth: int) -> RowPass:
+    """The same rows as trees, no deeper than `depth`; every request has `max_rows`.
 
     The best candidate of a depth has a probability of 0.6 on average, as that of the shipped
     drafter.
     """
-    rows = chain_rows([nodes] * batch, firsts)
-    generator = torch.Generator().manual_seed(nodes)
+    batch = len(rows.page_tables)
+    generator = torch.Generator().manual_seed(rows.max_rows)
     logits = torch.randn(batch, depth, 1, CANDIDATES, generator=generator) * 2.5
-    tree = tree_topology(logits.log_softmax(-1), nodes - 1)
-    depths = torch.cat([torch.zeros(batch, 1), tree.depths], 1).long()
-    rows.tree_masks = tree.masks.flatten().to(DEVICE)
-    rows.positions = (torch.tensor(firsts)[:, None] + depths).flatten().to(DEVICE)
-    rows.tree_depth = depth
-    CACHES.append(rows._cache)
-    return rows
+    tree = tree_topology(logits.log_softmax(-1), rows.max_rows - 1)
+    depths = torch.cat([torch.zeros(batch, 1), tree.depths], 1).to(rows.positions)
+    return replace(
+        rows,
+        positions=(rows.first_positions[:, None] + depths).flatten(),
+        tree_masks=tree.masks.flatten().to(rows.positions),
+        tree_depth=depth,
+        _cache={},
+    )

@@ -54,7 +54,7 @@ def plan_attention(
         programs = heads_in_batch * triton.cdiv(max_rows, max(wanted // group, 1))
     queries = max(smallest, wanted)
     parallel = is_tree and programs <= PARALLEL_PROGRAMS
-    return AttentionPlan(queries // group, queries, parallel, 4, lanes)
+    return AttentionPlan(queries // group, queries, parallel, 4, LOOP_LANES)
 
 
 def block_keys(d: int) -> int:

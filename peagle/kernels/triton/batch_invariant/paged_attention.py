@@ -16,15 +16,17 @@ With few blocks of queries, every split has its own program, and the last one to
 their results. With many, every program runs over all splits.
 
 A row of a draft tree gets the bits of a chain through its ancestors. Blocks that lie entirely
-before the tree are shared by all rows. For the blocks behind them, called the tail, the keys of
-each row are gathered in the order of their positions, the ancestors where a chain would have them:
+before the tree are shared by all rows. In the blocks behind them, called the tail, the ancestors of
+a row do not lie where a chain would have them:
 
     first_positions[b] = 66, BLOCK_KEYS = 64, a row at depth 2 with the path 0 1 4
 
     position         64  65  66  67  68
     KV position      64  65  66  67  70     66 + the row of the ancestor
 
-The other rows of the block have weights of 0 for these keys (tree_tail.py).
+A tensor core adds 16 keys at once, in no order, so the tail is read in groups of 16 lanes, each of
+which holds all keys of one group of 16 positions that some rows need (tree_lanes.py). The lanes are
+looked up once per pass. The other rows of the block have weights of 0 for them (tree_tail.py).
 
 Shapes: query and result [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d].
 """

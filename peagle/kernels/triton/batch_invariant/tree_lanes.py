@@ -154,10 +154,9 @@ def reference(rows: RowPass, sizes: LaneSizes) -> TreeLanes:
                 own = _block_lanes(masks, block, first, low, sizes).lanes
                 lanes.counts[b, q, p] = len(own)
                 own += [(-1, 0, 0)] * (-len(own) % sizes.tile)
-                for lane, (kv_position, position, row_bits) in enumerate(own):
-                    lanes.slots[b, q, p, lane] = _slot(rows, b, kv_position)
-                    lanes.positions[b, q, p, lane] = position
-                    lanes.rows[b, q, p, lane] = row_bits
+                columns = zip(*((_slot(rows, b, lane[0]), *lane[1:]) for lane in own), strict=True)
+                for table, column in zip(lanes[2:], columns, strict=False):
+                    table[b, q, p, : len(own)] = torch.tensor(column)
     return lanes
 
 

@@ -1,14 +1,12 @@
 """The online softmax of tree rows over a block of keys that holds positions of the tree.
 
 The keys of a block of rows stand in lanes (tree_lanes.py): those of a row are added in the groups
-in which a chain adds them, and it has weights of 0 for the lanes of others. With one tile of lanes,
-as is usual, this is one step like that of any block of keys. The weights of several tiles need the
-largest score of all of them first, so the scores of all but the first are computed twice.
+in which a chain adds them, and it has weights of 0 for the lanes of others. If BLOCK_LANES are
+enough, as is usual for few rows, this is one step like that of any block of keys. Otherwise the
+lanes are read LOOP_LANES at a time, and twice: weights need the largest score of all of them.
 """
 
 from typing import Any, NamedTuple
-
-from peagle.kernels.triton.attention.attention_plan import UNSEEN_SCORE
 
 try:
     import triton
@@ -44,7 +42,6 @@ class TailSizes(NamedTuple):
 
 
 if triton is not None:
-    _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
     _WEIGHT_UNIT = tl.constexpr(WEIGHT_UNIT)
 
     @triton.jit
