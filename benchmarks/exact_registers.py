@@ -24,7 +24,7 @@ from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import skinny_gemm
 from peagle.kernels.triton.attention.attention_plan import new_split_counters
-from peagle.kernels.triton.batch_invariant import gemm, paged_attention
+from peagle.kernels.triton.batch_invariant import gemm, paged_attention, tree_lanes
 from peagle.kernels.triton.batch_invariant.vendor_gemm import own_product
 from tests.support import fake_gpu
 
@@ -98,8 +98,7 @@ def attend(heads: tuple[int, int, int], rows: RowPass) -> Tensor:
 
 
 def main() -> None:
-    compiled = CompiledKernels((skinny_gemm, gemm, paged_attention))
-    paged_attention.tree_lanes = lambda rows: rows.positions.int()
+    compiled = CompiledKernels((skinny_gemm, gemm, paged_attention, tree_lanes))
     for name, (n, k) in MATRICES.items():
         weight = torch.empty(n, k, dtype=torch.bfloat16)
         for rows in ROW_COUNTS:

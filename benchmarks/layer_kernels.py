@@ -1,8 +1,8 @@
 """Time the kernels of a target's layers on a GPU, with random weights.
 
     python -m benchmarks.layer_kernels qwen3-30b-a3b,gpt-oss-20b [--layers 12] [--rows 1x1,8x1,8x6]
-        [--experts mxfp4] [--variants on+weights+rows,on+weights+rows+rotate] [--kernels]
-        [--seconds 120]
+        [--context 256] [--tree 11] [--experts mxfp4] [--kernels] [--seconds 120]
+        [--variants on+weights+rows,on+weights+rows+rotate]
 
 The first layers of a shape run in one CUDA graph, as in a step. `--rows` are requests x rows of
 each. Results are microseconds per layer and the share of the floor: the bytes of the matrices, of
@@ -12,7 +12,10 @@ Variants: `off` runs kernels one after another, `on` overlaps them (dependent_la
 words, joined by +, switch on one thing each: `weights` of products load before their inputs exist
 (skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py);
 `rotate`: attention rotates few rows itself (rotated_attention.py); `products` and `attention`:
-those of exact mode (batch_invariant/).
+those of exact mode (batch_invariant/); `library`: products of exact mode are left to the vendor's
+library where it gives the same bits, as the engine does (vendor_gemm.py).
+With `--tree 11`, the rows of a request are a likely tree of this depth; exact attention looks up
+its lanes once per pass (tree_lanes.py): use many layers, and a context that is no multiple of 16.
 With `--alike`, the rows of a request are alike and choose the same experts, as those of a draft do.
 `--kernels` lists the mean duration of each kernel in a layer.
 """
@@ -28,14 +31,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.cuda_graphs import replay_seconds
+from benchmarks.likely_trees import with_likely_trees
 from peagle.bench.random_models import parse_experts, random_model, shape_config
 from peagle.engine.kv.kv_cache import KVCache, KVShape
+from peagle.engine.model.dense_mlp import DenseMLP
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import Mixture
 from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import skinny_gemm
 from peagle.kernels.triton.attention import rotated_attention
+from peagle.kernels.triton.batch_invariant.vendor_gemm import ROW_COUNTS, VendorRows
 from peagle.kernels.triton.experts import tiles
 from peagle.kernels.triton.launch import dependent_launch
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
@@ -43,10 +49,10 @@ from peagle.target import Target
 
 BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
-CONTEXT = 256
 VARIANTS = "off,on,on+weights+rows,on+weights+rows+rotate"
 SKINNY_TILES = skinny_gemm.tile_sizes
 ALIKE_ROWS = tiles.ALIKE_ROWS
+PROVEN: dict[int, VendorRows] = {}  # by target
 
 
 def switch(variant: str, target: FusedLlamaTarget) -> None:
@@ -58,6 +64,7 @@ def switch(variant: str, target: FusedLlamaTarget) -> None:
     ]
     for weight in (weight for layer in target.layers for weight in layer.weights):
         weight.use_batch_invariant("products" in words)
+        weight.vendor_rows = PROVEN.get(id(target)) if "library" in words else None
     overlaps = "off" not in words
     dependent_launch.supports_dependent_launch = lambda _: overlaps  # type: ignore[assignment]
 
@@ -74,6 +81,16 @@ def switch(variant: str, target: FusedLlamaTarget) -> None:
     rotated_attention.MAX_ROWS = skinny_gemm.MAX_ROWS if "rotate" in words else 0
     tiles.ALIKE_ROWS = ALIKE_ROWS if "rows" in words else 1
     skinny_gemm.tile_sizes = skinny_tiles
+
+
+def prove_library(target: FusedLlamaTarget, row_counts: set[int]) -> None:
+    """Find out for which of these numbers of rows the library gives the bits of exact mode."""
+    dense = [layer.mlp for layer in target.layers if isinstance(layer.mlp, DenseMLP)]
+    gated = {id(mlp.gate_up) for mlp in dense}
+    weights = [weight for layer in target.layers for weight in layer.weights]
+    pairs = [(w.weight, id(w) in gated) for w in weights if w.weight is not None]
+    PROVEN[id(target)] = VendorRows()
+    PROVEN[id(target)].prove(pairs, row_counts.intersection(ROW_COUNTS))
 
 
 def build_target(
@@ -93,18 +110,19 @@ def build_target(
     return fused, target_kv_shapes(target)
 
 
-def row_pass(requests: int, rows: int, kv_cache: KVCache) -> RowPass:
-    """Every request has CONTEXT tokens and `rows` new ones."""
+def row_pass(requests: int, rows: int, kv_cache: KVCache, context: int, tree_depth: int) -> RowPass:
+    """Every request has `context` tokens and `rows` new ones: chains, or trees of some depth."""
     pages = kv_cache.num_pages // requests
     device = kv_cache.keys[0].device
     tables = torch.arange(requests * pages, dtype=torch.int32, device=device).view(requests, pages)
-    positions = CONTEXT + torch.arange(rows, device=device).repeat(requests)
+    positions = context + torch.arange(rows, device=device).repeat(requests)
     owners = torch.arange(requests, device=device).repeat_interleave(rows)
     slots = tables[owners, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
     counts = torch.full((requests,), rows, dtype=torch.int32, device=device)
     starts = torch.arange(requests, dtype=torch.int32, device=device) * rows
-    firsts = torch.full((requests,), CONTEXT, dtype=torch.int32, device=device)
-    return RowPass(positions, slots, tables, starts, counts, firsts, rows, PAGE_SIZE)
+    firsts = torch.full((requests,), context, dtype=torch.int32, device=device)
+    chains = RowPass(positions, slots, tables, starts, counts, firsts, rows, PAGE_SIZE)
+    return with_likely_trees(chains, tree_depth) if tree_depth else chains
 
 
 def floor_us(target: FusedLlamaTarget) -> float:
@@ -142,9 +160,9 @@ def kernel_times(graph: torch.cuda.CUDAGraph, layers: int) -> list[tuple[str, fl
     return [(name, len(x) / layers, sum(x) / layers) for name, x in times.items()]
 
 
-def new_cache(shapes: list[KVShape], requests: int, rows: int) -> KVCache:
-    """Random keys and values, with room for the new rows."""
-    pages = requests * -(-(CONTEXT + rows) // PAGE_SIZE)
+def new_cache(shapes: list[KVShape], requests: int, positions: int) -> KVCache:
+    """Random keys and values."""
+    pages = requests * -(-positions // PAGE_SIZE)
     kv_cache = KVCache(shapes, pages, PAGE_SIZE, torch.device("cuda"))
     for cache in (*kv_cache.keys, *kv_cache.values):
         cache.normal_()
@@ -162,7 +180,12 @@ def measure(
     for name in options.variants.split(","):
         switch(name, target)
         outputs: list[Tensor] = []
-        graph = capture(lambda: outputs.append(target.run_layers(x, passed, kv_cache).residual))  # noqa: B023
+
+        def run() -> None:
+            new_pass = replace(passed, _cache={})
+            outputs.append(target.run_layers(x, new_pass, kv_cache).residual)  # noqa: B023
+
+        graph = capture(run)
         spent = 1e6 * replay_seconds(graph, 20) / len(target.layers)
         floor = floor_us(target)
         words.append(f"{name} {spent:.1f} us ({floor / spent:.0%})")
@@ -182,8 +205,13 @@ def run_shape(shape: str, options: argparse.Namespace) -> None:
     cases = []
     for words in options.rows.split(","):
         requests, rows = (int(word) for word in words.split("x"))
-        kv_cache = new_cache(kv_shapes, requests, rows)
-        cases.append((words, row_pass(requests, rows, kv_cache), kv_cache))
+        kv_cache = new_cache(kv_shapes, requests, options.context + rows)
+        passed = row_pass(requests, rows, kv_cache, options.context, options.tree)
+        cases.append((words, passed, kv_cache))
+
+    row_counts = {len(passed.positions) for _, passed, _ in cases}
+    if "library" in options.variants and row_counts.intersection(ROW_COUNTS):
+        prove_library(target, row_counts)
 
     def run_all() -> None:
         for (_, passed, kv_cache), variant in itertools.product(cases, options.variants.split(",")):
@@ -206,6 +234,8 @@ def main() -> None:
     parser.add_argument("--experts")
     parser.add_argument("--variants", default=VARIANTS)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--tree", type=int, default=0, help="depth of trees; 0: chains")
     parser.add_argument("--alike", action="store_true", help="the rows of a request are alike")
     parser.add_argument("--seconds", type=float, default=300, help="no more cases after these")
     options = parser.parse_args()

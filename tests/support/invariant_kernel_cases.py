@@ -1,9 +1,10 @@
 """Cases of the batch-invariant kernels, for tests/support/kernel_cases.py.
 
-In the interpreter, a product is the sum over its inputs in their order, as a tensor core computes
-it; numpy's own order depends on the number of rows.
+In the interpreter, a product adds 16 inputs at once, as a tensor core does; the order of numpy
+depends on the number of rows.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from tests.support.comparing import near, some
 
+FUSED_INPUTS = 16
 PAGE = 16
-PAGES = 16
 PLANS = [
     AttentionPlan(1, 16, True, 4),
     AttentionPlan(4, 16, True, 4),
@@ -37,14 +38,16 @@ PLANS = [
 
 @contextmanager
 def chained_products() -> Iterator[None]:
-    """Let the interpreter add the products of a dot one after another."""
+    """Let the interpreter add the products of a dot 16 at once, and round behind each 16."""
     builder = interpreter.InterpreterBuilder
     plain = builder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right = a.data.astype("float64"), b.data.astype("float64")
         total = d.data.copy()
-        for i in range(a.data.shape[1]):
-            total += a.data[:, i, None] * b.data[i]
+        for i in range(0, left.shape[1], FUSED_INPUTS):
+            inputs = slice(i, i + FUSED_INPUTS)
+            total[:] = total + left[:, inputs] @ right[inputs]
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
     builder.create_dot = create_dot
@@ -186,8 +189,9 @@ def check_trees(
     for row in range(1, nodes):
         masks.append(masks[parents[row]] | 1 << row)
     depths = [mask.bit_count() - 1 for mask in masks]
-    caches = some(2, PAGES * PAGE, kv_heads, d).to(device, dtype)
-    table = torch.arange(PAGES, dtype=torch.int32, device=device)[None]
+    pages = (first + nodes) // PAGE + 1
+    caches = some(2, pages * PAGE, kv_heads, d).to(device, dtype)
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
     query = some(nodes, heads, d, seed=4).to(device, dtype)
     params = AttentionParams(d**-0.5, window)
     rows = pass_of(table, first, nodes)
@@ -195,10 +199,11 @@ def check_trees(
     rows.tree_masks = torch.tensor(masks, device=device)
     unknown_depth = replace(rows, _cache={})
     rows.tree_depth = max(depths)
-    assert torch.equal(tree_lanes.tree_lanes(rows), tree_lanes.reference(rows))
     with chained_products():
         results = [attend(query, caches, rows, params, plan) for plan in PLANS]
         results.append(attend(query, caches, unknown_depth, params, PLANS[1]))
+        tiles = [PLANS[0]._replace(block_rows=8, tail_lanes=lanes) for lanes in (16, 32)]
+        results += [attend(query, caches, rows, params, plan) for plan in tiles]
         assert all(torch.equal(result, results[0]) for result in results)
         for leaf in set(range(nodes)) - set(parents):
             path = [i for i in range(nodes) if masks[leaf] >> i & 1]
@@ -211,16 +216,47 @@ def check_trees(
 
 def check_tree_lanes(depth: int, device: str, dtype: torch.dtype) -> None:
     """Trees of several requests, one of which has no rows; the pages of one end in its tree."""
-    counts = torch.tensor([3, 0, 4], dtype=torch.int32, device=device)
-    firsts = torch.tensor([30, 0, 13], dtype=torch.int32, device=device)
+    parents = [[-1, 0, 1, 2, 0], [], [-1, 0, 0, 2, 2, 4]]
+    masks: list[int] = []
+    for tree in parents:
+        start = len(masks)
+        for row, parent in enumerate(tree):
+            masks.append(1 if parent < 0 else masks[start + parent] | 1 << row)
+    counts = torch.tensor([len(tree) for tree in parents], dtype=torch.int32, device=device)
+    firsts = torch.tensor([77, 0, 93], dtype=torch.int32, device=device)
     starts = counts.cumsum(0).int() - counts
-    tables = torch.tensor([[5, 1], [0, 0], [2, 7]], dtype=torch.int32, device=device)
-    masks = torch.tensor([0b1, 0b11, 0b101, 0b1, 0b11, 0b111, 0b1001], device=device)
-    rows = RowPass(masks, masks, tables, starts, counts, firsts, 6, PAGE, masks, depth)
-    slots = tree_lanes.tree_lanes(rows)
-    assert torch.equal(slots, tree_lanes.reference(rows))
-    assert slots[2, 14:16].tolist() == [1 * PAGE + 14, -1]  # Position 32 has no page.
-    assert slots[6, 13:16].tolist() == [2 * PAGE + 13, 7 * PAGE, -1]
+    tables = torch.randperm(18).int().view(3, 6).to(device)
+    depths = torch.tensor([mask.bit_count() - 1 for mask in masks], device=device)
+    positions = firsts.long().repeat_interleave(counts) + depths
+    tree_masks = torch.tensor(masks, device=device)
+    rows = RowPass(positions, positions, tables, starts, counts, firsts, 6, PAGE, tree_masks, depth)
+    for block_rows, tile in ((5, 16), (2, 32), (6, 64)):
+        sizes = tree_lanes.lane_sizes(rows, block_rows, 64, tile)
+        lanes = tree_lanes.tree_lanes(rows, sizes)
+        expected = tree_lanes.reference(rows, sizes)
+        assert torch.equal(lanes.order, expected.order)
+        for b, q, p in itertools.product(*map(range, lanes.counts.shape)):
+            if q * block_rows >= counts[b]:
+                continue
+            count = int(expected.counts[b, q, p])
+            assert lanes.counts[b, q, p] == count
+            used = slice(-(-count // tile) * tile)
+            for own, other in zip(lanes[2:], expected[2:], strict=True):
+                assert torch.equal(own[b, q, p, used], other[b, q, p, used])
+    sizes = tree_lanes.lane_sizes(rows, 5, 64, 16)
+    check_worked_example(rows, tree_lanes.tree_lanes(rows, sizes))
+
+
+def check_worked_example(rows: RowPass, lanes: tree_lanes.TreeLanes) -> None:
+    """The example in tree_lanes.py."""
+    assert lanes.order[:5].tolist() == [0, 4, 1, 2, 3]
+    assert lanes.counts[0, 0].tolist()[:1] == [48]
+    table = rows.page_tables[0].tolist()
+    positions = [*range(64, 79), 81, *range(64, 80), 80]
+    slots = [table[x // PAGE] * PAGE + x % PAGE for x in positions]
+    assert lanes.slots[0, 0, 0, :48].tolist() == slots + [-1] * 15
+    seen = [0b111] * 14 + [0b100, 0b010] + [0b11000] * 16 + [0b10000] + [0] * 15
+    assert lanes.rows[0, 0, 0, :48].tolist() == seen
 
 
 def check_rows_behind_the_pages(device: str, dtype: torch.dtype) -> None:
@@ -263,10 +299,11 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     ),
     "exact attention, window, sinks": partial(check_chains, 2, 1, 20, True, 57),
     "exact attention, rows behind the pages": check_rows_behind_the_pages,
-    "exact trees, lanes": partial(check_tree_lanes, 2),
+    "exact trees, lanes": partial(check_tree_lanes, 3),
     "exact trees, lanes of an unknown depth": partial(check_tree_lanes, 0),
     "exact trees": partial(check_trees, 2, 60, None),
     "exact trees, window": partial(check_trees, 1, 131, 70),
     "exact trees, window that ends beside them": partial(check_trees, 1, 66, 3),
+    "exact trees, in the last split and the first": partial(check_trees, 1, 509, None),
     "exact trees, first token": partial(check_trees, 1, 0, None),
 }

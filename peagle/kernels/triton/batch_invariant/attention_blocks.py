@@ -1,5 +1,7 @@
 """The online softmax over one block of keys, for batch-invariant attention (paged_attention.py)."""
 
+from typing import Any, NamedTuple
+
 from peagle.kernels.triton.attention.attention_plan import UNSEEN_SCORE
 
 try:
@@ -9,6 +11,35 @@ except ImportError:
     triton = None
 
 WEIGHT_UNIT = float(1 << 24)  # of the fixed-point sum of up to 64 weights, none above 1
+
+
+class HeadKeys(NamedTuple):
+    """The keys and values of one head, and the pages of one request; in a kernel."""
+
+    keys_ptr: Any
+    values_ptr: Any
+    stride_k_slot: Any
+    stride_v_slot: Any
+    table_ptr: Any
+    end: Any  # No row sees positions from here on.
+
+
+class QueryRows(NamedTuple):
+    """The row of each query; in a kernel."""
+
+    place: Any  # in its block
+    position: Any
+    window: Any
+
+
+class KeySizes(NamedTuple):
+    """Constants of the kernel."""
+
+    D: Any
+    PAGE_SIZE: Any
+    BLOCK_KEYS: Any
+    BLOCK_D: Any
+
 
 if triton is not None:
     _UNSEEN_SCORE = tl.constexpr(UNSEEN_SCORE)
@@ -90,42 +121,88 @@ if triton is not None:
 
     @triton.jit
     def attend_block(  # type: ignore[no-untyped-def]
-        q,
-        keys_ptr,
-        values_ptr,
-        stride_k_slot,
-        stride_v_slot,
-        table_ptr,
-        start,
-        high,
-        position,
-        window,
-        scale,
-        acc,
-        max_score,
-        total,
-        D: tl.constexpr,
-        PAGE_SIZE: tl.constexpr,
-        BLOCK_KEYS: tl.constexpr,
-        BLOCK_D: tl.constexpr,
+        q, keys, start, rows, scale, acc, max_score, total, sizes
     ):
         """The online softmax over the keys from `start` on."""
-        dims = tl.arange(0, BLOCK_D)
-        key_position = start + tl.arange(0, BLOCK_KEYS)
-        in_range = key_position < high
+        dims = tl.arange(0, sizes.BLOCK_D)
+        key_position = start + tl.arange(0, sizes.BLOCK_KEYS)
+        in_range = key_position < keys.end
         k = _load_keys(
-            keys_ptr, stride_k_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
+            keys.keys_ptr,
+            keys.stride_k_slot,
+            keys.table_ptr,
+            key_position,
+            in_range,
+            dims,
+            sizes.D,
+            sizes.PAGE_SIZE,
         )
-        visible = key_position[None, :] > position[:, None] - window
-        visible = visible & (key_position[None, :] <= position[:, None]) & in_range[None, :]
+        visible = key_position[None, :] > rows.position[:, None] - rows.window
+        visible = visible & (key_position[None, :] <= rows.position[:, None]) & in_range[None, :]
         scores = _visible_scores(q, k, scale, visible)
         new_max = tl.maximum(max_score, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(max_score - new_max)
         v = _load_keys(
-            values_ptr, stride_v_slot, table_ptr, key_position, in_range, dims, D, PAGE_SIZE
+            keys.values_ptr,
+            keys.stride_v_slot,
+            keys.table_ptr,
+            key_position,
+            in_range,
+            dims,
+            sizes.D,
+            sizes.PAGE_SIZE,
         )
         weights = weights.to(v.dtype)
         acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
         total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
         return acc, new_max, total
+
+    @triton.jit
+    def enter_split(  # type: ignore[no-untyped-def]
+        block, acc, max_score, total, merged, merged_max, merged_total, SPLITS: tl.constexpr
+    ):
+        """If a block is the first of its split, but not of all: merge the split in front of it."""
+        if block < SPLITS and block > 0:
+            merged, merged_max, merged_total = merge_split(
+                merged, merged_max, merged_total, acc, max_score, total
+            )
+            max_score = tl.full(max_score.shape, _UNSEEN_SCORE, tl.float32)
+            total = tl.zeros_like(total)
+            acc = tl.zeros_like(acc)
+        return acc, max_score, total, merged, merged_max, merged_total
+
+    @triton.jit
+    def attend_blocks(  # type: ignore[no-untyped-def]
+        q,
+        keys,
+        low_block,
+        blocks,
+        block,
+        count,
+        rows,
+        scale,
+        acc,
+        max_score,
+        total,
+        merged,
+        merged_max,
+        merged_total,
+        SPLITS: tl.constexpr,
+        sizes,
+    ):
+        """`count` of the blocks, split after split; one loop, so that loads run ahead.
+
+        `block`: the first of them; the next one is the first result.
+        """
+        for _ in range(count):
+            acc, max_score, total, merged, merged_max, merged_total = enter_split(
+                block, acc, max_score, total, merged, merged_max, merged_total, SPLITS
+            )
+            start = (low_block + block) * sizes.BLOCK_KEYS
+            acc, max_score, total = attend_block(
+                q, keys, start, rows, scale, acc, max_score, total, sizes
+            )
+            following = block + SPLITS
+            block = tl.where(following < blocks, following, block % SPLITS + 1)
+        return block, acc, max_score, total, merged, merged_max, merged_total

@@ -18,16 +18,20 @@ try:
         store_new_keys,
     )
     from peagle.kernels.triton.batch_invariant.attention_blocks import (
+        HeadKeys,
+        KeySizes,
+        QueryRows,
         attend_block,
+        attend_blocks,
+        enter_split,
         load_splits,
         merge_split,
     )
     from peagle.kernels.triton.batch_invariant.tree_tail import (
-        TailCache,
-        TailRows,
+        LaneTable,
         TailSizes,
-        TailTree,
         attend_tail,
+        load_lanes,
     )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
 except ImportError:
@@ -48,8 +52,11 @@ if triton is not None:
         first_positions_ptr,
         sinks_ptr,
         positions_ptr,
-        masks_ptr,
-        lanes_ptr,
+        order_ptr,
+        lane_counts_ptr,
+        lane_slots_ptr,
+        lane_positions_ptr,
+        lane_rows_ptr,
         out_ptr,
         part_ptr,
         max_ptr,
@@ -85,11 +92,10 @@ if triton is not None:
         PARALLEL: tl.constexpr,
         SINKS: tl.constexpr,
         TREE: tl.constexpr,
-        DEPTH: tl.constexpr,
-        LANES: tl.constexpr,
-        BLOCK_NODES: tl.constexpr,
+        TAIL_BLOCKS: tl.constexpr,
+        LANE_CAPACITY: tl.constexpr,
         BLOCK_LANES: tl.constexpr,
-        ONE_CHUNK: tl.constexpr,
+        LOOP_LANES: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_QUERIES: tl.constexpr,
         BLOCK_KEYS: tl.constexpr,
@@ -112,11 +118,45 @@ if triton is not None:
         local_row = first_row + query_index // GROUP
         head = kv_head * GROUP + query_index % GROUP
         row_mask = local_row < end_row
+        if TREE:
+            local_row = tl.load(order_ptr + row_start + local_row, mask=row_mask, other=0)
         dims = tl.arange(0, BLOCK_D)
         row = row_start + local_row
         query_mask = row_mask[:, None] & (dims < D)[None, :]
         keys_ptr = key_cache_ptr + kv_head * stride_k_head
         values_ptr = value_cache_ptr + kv_head * stride_v_head
+        # Blocks low_block .. low_block + blocks - 1 hold the keys that some row sees; low_block
+        # belongs to split 0. Those from shared_blocks on are the tail of a tree.
+        position = first + local_row
+        low = tl.maximum(first + first_row - window + 1, 0)
+        high = first + end_row
+        if TREE:
+            position = tl.load(positions_ptr + row, mask=row_mask, other=0).to(tl.int32)
+            low = tl.maximum(first - window + 1, 0)
+            high = tl.max(tl.where(row_mask, position, 0), 0) + 1
+        high = tl.minimum(high, pages * PAGE_SIZE)
+        low_block = low // BLOCK_KEYS // SPLITS * SPLITS
+        blocks = tl.maximum((high + BLOCK_KEYS - 1) // BLOCK_KEYS - low_block, 0)
+        shared_blocks = blocks
+        # At least one program writes rows that see no key: those behind the end of the pages.
+        used_splits = tl.maximum(tl.minimum(blocks, SPLITS), 1)
+        rows = QueryRows(query_index // GROUP, position, window)
+        if TREE:
+            shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
+            tail_split = shared_blocks % SPLITS  # of the first block of the tail
+            query_blocks = tl.num_programs(2) // (SPLITS if PARALLEL else 1)
+            first_tail = (request * query_blocks + query_block) * TAIL_BLOCKS - first // BLOCK_KEYS
+            lane_table = LaneTable(
+                lane_counts_ptr,
+                lane_slots_ptr,
+                lane_positions_ptr,
+                lane_rows_ptr,
+                first_tail + low_block,
+            )
+            tail_sizes: tl.constexpr = TailSizes(D, BLOCK_D, BLOCK_LANES, LOOP_LANES, LANE_CAPACITY)
+        if TREE and PARALLEL:
+            tail = shared_blocks + (split - tail_split + SPLITS) % SPLITS
+            lanes = load_lanes(lane_table, tail, 0, BLOCK_LANES, tail < blocks, tail_sizes)
         if ROTATE:
             READ_SPLITS: tl.constexpr = SPLITS if PARALLEL else 1
             sizes: tl.constexpr = QkvSizes(
@@ -131,6 +171,8 @@ if triton is not None:
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         if first_row >= row_count:
+            return
+        if PARALLEL and split >= used_splits:
             return
         if ROTATE:
             q = load_rotated(product, row, head, row_mask, q_angles, sizes)
@@ -150,30 +192,6 @@ if triton is not None:
                 other=0.0,
             )
 
-        # Blocks low_block .. low_block + blocks - 1 hold the keys that some row sees; low_block
-        # belongs to split 0. Those from shared_blocks on are the tail of a tree.
-        position = first + local_row
-        low = tl.maximum(first + first_row - window + 1, 0)
-        high = first + end_row
-        if TREE:
-            position = tl.load(positions_ptr + row, mask=row_mask, other=0).to(tl.int32)
-            low = tl.maximum(first - window + 1, 0)
-            high = tl.max(tl.where(row_mask, position, 0), 0) + 1
-        table_end = pages * PAGE_SIZE
-        high = tl.minimum(high, table_end)
-        low_block = low // BLOCK_KEYS // SPLITS * SPLITS
-        blocks = (high + BLOCK_KEYS - 1) // BLOCK_KEYS - low_block
-        shared_blocks = blocks
-        if TREE:
-            shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
-        # At least one program writes rows that see no key: those behind the end of the pages.
-        used_splits = tl.maximum(tl.minimum(blocks, SPLITS), 1)
-        own_splits = used_splits  # of this program
-        if PARALLEL:
-            own_splits = 1
-            if split >= used_splits:
-                return
-
         max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
         total = tl.zeros([BLOCK_QUERIES], tl.float32)
         if SINKS:  # Split 0 counts the sink.
@@ -185,100 +203,86 @@ if triton is not None:
         merged_total = tl.zeros([BLOCK_QUERIES], tl.float32)
         merged = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
         table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
-        if PARALLEL or TREE:
-            for i in range(own_splits):
-                own_split = split + i
-                if i > 0:
-                    max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
-                    total = tl.zeros([BLOCK_QUERIES], tl.float32)
-                    acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
-                low_key = (low_block + own_split) * BLOCK_KEYS
-                end_key = (low_block + shared_blocks) * BLOCK_KEYS
-                for start in range(low_key, end_key, SPLITS * BLOCK_KEYS):
-                    acc, max_score, total = attend_block(
-                        q,
-                        keys_ptr,
-                        values_ptr,
-                        stride_k_slot,
-                        stride_v_slot,
-                        table_ptr,
-                        start,
-                        high,
-                        position,
-                        window,
-                        scale,
-                        acc,
-                        max_score,
-                        total,
-                        D,
-                        PAGE_SIZE,
-                        BLOCK_KEYS,
-                        BLOCK_D,
-                    )
-                # The first block of this split behind the shared ones.
-                block = shared_blocks + (own_split - shared_blocks % SPLITS + SPLITS) % SPLITS
-                if TREE and block < blocks:
+        keys = HeadKeys(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr, high)
+        key_sizes: tl.constexpr = KeySizes(D, PAGE_SIZE, BLOCK_KEYS, BLOCK_D)
+        if PARALLEL:
+            low_key = (low_block + split) * BLOCK_KEYS
+            end_key = (low_block + shared_blocks) * BLOCK_KEYS
+            for start in range(low_key, end_key, SPLITS * BLOCK_KEYS):
+                acc, max_score, total = attend_block(
+                    q, keys, start, rows, scale, acc, max_score, total, key_sizes
+                )
+            if TREE:  # noqa: SIM102 - a constant
+                if tail < blocks:
                     acc, max_score, total = attend_tail(
                         q,
-                        TailCache(
-                            keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr, table_end
-                        ),
-                        TailTree(positions_ptr, masks_ptr, lanes_ptr, row_start, row_count, first),
-                        TailRows(first_row, end_row, local_row, row_mask, position, window),
-                        low_block + block,
+                        keys,
+                        lane_table,
+                        tail,
+                        lanes,
+                        rows,
                         scale,
                         acc,
                         max_score,
                         total,
-                        TailSizes(
-                            D,
-                            PAGE_SIZE,
-                            BLOCK_KEYS,
-                            BLOCK_D,
-                            DEPTH,
-                            LANES,
-                            BLOCK_NODES,
-                            BLOCK_LANES,
-                        ),
-                        ONE_CHUNK,
-                    )
-                if not PARALLEL:
-                    merged, merged_max, merged_total = merge_split(
-                        merged, merged_max, merged_total, acc, max_score, total
+                        tail_sizes,
                     )
         else:
-            # One loop over all blocks, split after split, so that loads run ahead.
             block = 0
-            for _ in range(blocks):
-                if block < SPLITS and block > 0:  # the first block of its split
-                    merged, merged_max, merged_total = merge_split(
-                        merged, merged_max, merged_total, acc, max_score, total
-                    )
-                    max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
-                    total = tl.zeros([BLOCK_QUERIES], tl.float32)
-                    acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
-                acc, max_score, total = attend_block(
+            parts = 1
+            done = 0
+            if TREE:
+                # Every part but the last ends with the block of the tail that ends a split. In the
+                # order of the splits, blocks of the tail behind the last split come first.
+                tails = blocks - shared_blocks
+                parts = tails + 1
+                turned = tl.maximum(tail_split + tails - SPLITS, 0)
+            for part in range(parts):
+                end = shared_blocks
+                if TREE:
+                    tail = tl.where(part < turned, part + SPLITS - tail_split, part - turned)
+                    end_split = (tail_split + tail) % SPLITS + 1
+                    end = end_split * (shared_blocks // SPLITS) + tl.minimum(end_split, tail_split)
+                    end = tl.where(part < tails, end, shared_blocks)
+                block, acc, max_score, total, merged, merged_max, merged_total = attend_blocks(
                     q,
-                    keys_ptr,
-                    values_ptr,
-                    stride_k_slot,
-                    stride_v_slot,
-                    table_ptr,
-                    (low_block + block) * BLOCK_KEYS,
-                    high,
-                    position,
-                    window,
+                    keys,
+                    low_block,
+                    shared_blocks,
+                    block,
+                    end - done,
+                    rows,
                     scale,
                     acc,
                     max_score,
                     total,
-                    D,
-                    PAGE_SIZE,
-                    BLOCK_KEYS,
-                    BLOCK_D,
+                    merged,
+                    merged_max,
+                    merged_total,
+                    SPLITS,
+                    key_sizes,
                 )
-                following = block + SPLITS
-                block = tl.where(following < blocks, following, block % SPLITS + 1)
+                done = end
+                if TREE:  # noqa: SIM102 - a constant
+                    if part < tails:
+                        tail += shared_blocks
+                        acc, max_score, total, merged, merged_max, merged_total = enter_split(
+                            tail, acc, max_score, total, merged, merged_max, merged_total, SPLITS
+                        )
+                        lanes = load_lanes(lane_table, tail, 0, BLOCK_LANES, True, tail_sizes)
+                        acc, max_score, total = attend_tail(
+                            q,
+                            keys,
+                            lane_table,
+                            tail,
+                            lanes,
+                            rows,
+                            scale,
+                            acc,
+                            max_score,
+                            total,
+                            tail_sizes,
+                        )
             merged, merged_max, merged_total = merge_split(
                 merged, merged_max, merged_total, acc, max_score, total
             )

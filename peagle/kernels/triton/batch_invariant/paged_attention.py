@@ -16,15 +16,17 @@ With few blocks of queries, every split has its own program, and the last one to
 their results. With many, every program runs over all splits.
 
 A row of a draft tree gets the bits of a chain through its ancestors. Blocks that lie entirely
-before the tree are shared by all rows. For the blocks behind them, called the tail, the keys of
-each row are gathered in the order of their positions, the ancestors where a chain would have them:
+before the tree are shared by all rows. In the blocks behind them, called the tail, the ancestors of
+a row do not lie where a chain would have them:
 
     first_positions[b] = 66, BLOCK_KEYS = 64, a row at depth 2 with the path 0 1 4
 
     position         64  65  66  67  68
     KV position      64  65  66  67  70     66 + the row of the ancestor
 
-The other rows of the block have weights of 0 for these keys (tree_tail.py).
+A tensor core adds 16 keys at once, in no order, so the tail is read in groups of 16 lanes, each of
+which holds all keys of one group of 16 positions that some rows need (tree_lanes.py). The lanes are
+looked up once per pass. The other rows of the block have weights of 0 for them (tree_tail.py).
 
 Shapes: query and result [T, heads, d], key_cache and value_cache [num_slots, kv_heads, d].
 """
@@ -40,8 +42,9 @@ from peagle.kernels.triton.batch_invariant.attention_plan import (
     AttentionPlan,
     block_sizes,
     plan_attention,
+    tail_sizes,
 )
-from peagle.kernels.triton.batch_invariant.tree_lanes import tree_lanes
+from peagle.kernels.triton.batch_invariant.tree_lanes import TreeLanes, tree_lanes
 from peagle.kernels.triton.launch.dependent_launch import launch_options
 
 try:
@@ -82,6 +85,17 @@ def plan_pass(rows: RowPass, num_heads: int, key_cache: Tensor) -> AttentionPlan
     return plan_attention(heads_in_batch, rows.max_rows, num_heads // kv_heads, key_cache, is_tree)
 
 
+def find_lanes(rows: RowPass, num_heads: int, key_cache: Tensor) -> None:
+    """Look up the lanes of a tree, if that is not done, with a kernel between this and attention.
+
+    Attention reads them before the kernel in front of it has ended.
+    """
+    plan = plan_pass(rows, num_heads, key_cache)
+    sizes = tail_sizes(rows, key_cache.shape[2], plan)
+    if sizes is not None:
+        tree_lanes(rows, sizes)
+
+
 def launch_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -99,7 +113,9 @@ def launch_attention(
     kv_heads = key_cache.shape[1]
     blocks = triton.cdiv(rows.max_rows, plan.block_rows)
     programs = KEY_SPLITS if plan.parallel else 1  # for each block of queries
+    sizes = tail_sizes(rows, out.shape[2], plan)
     assert programs == 1 or batch * kv_heads * blocks <= len(counters)
+    lanes = (None,) * len(TreeLanes._fields) if sizes is None else tree_lanes(rows, sizes)
     invariant_attention_kernel[(batch, kv_heads, blocks * programs)](
         query,
         key_cache,
@@ -110,8 +126,7 @@ def launch_attention(
         rows.first_positions,
         query if params.sinks is None else params.sinks,
         rows.positions,
-        rows.tree_masks,
-        tree_lanes(rows) if rows.tree_masks is not None else None,
+        *lanes,
         out,
         *split_buffers(out, programs),
         counters,
@@ -127,7 +142,7 @@ def launch_attention(
         SINKS=params.sinks is not None,
         SPLITS=KEY_SPLITS,
         **rotation_arguments(rotation, rows),
-        **block_sizes(out, kv_heads, rows, plan),
+        **block_sizes(out, kv_heads, plan, sizes),
         enable_fp_fusion=False,  # The merges of both kinds of programs must round alike.
         **launch_options(out),
     )
