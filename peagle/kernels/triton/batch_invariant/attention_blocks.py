@@ -159,18 +159,28 @@ if triton is not None:
         return acc, new_max, total
 
     @triton.jit
-    def enter_split(  # type: ignore[no-untyped-def]
-        block, acc, max_score, total, merged, merged_max, merged_total, SPLITS: tl.constexpr
+    def attend_split(  # type: ignore[no-untyped-def]
+        q,
+        keys,
+        low_block,
+        blocks,
+        split,
+        rows,
+        scale,
+        acc,
+        max_score,
+        total,
+        SPLITS: tl.constexpr,
+        sizes,
     ):
-        """If a block is the first of its split, but not of all: merge the split in front of it."""
-        if block < SPLITS and block > 0:
-            merged, merged_max, merged_total = merge_split(
-                merged, merged_max, merged_total, acc, max_score, total
+        """The blocks of one split, of `blocks` in all."""
+        low_key = (low_block + split) * sizes.BLOCK_KEYS
+        end_key = (low_block + blocks) * sizes.BLOCK_KEYS
+        for start in range(low_key, end_key, SPLITS * sizes.BLOCK_KEYS):
+            acc, max_score, total = attend_block(
+                q, keys, start, rows, scale, acc, max_score, total, sizes
             )
-            max_score = tl.full(max_score.shape, _UNSEEN_SCORE, tl.float32)
-            total = tl.zeros_like(total)
-            acc = tl.zeros_like(acc)
-        return acc, max_score, total, merged, merged_max, merged_total
+        return acc, max_score, total
 
     @triton.jit
     def attend_blocks(  # type: ignore[no-untyped-def]
@@ -178,8 +188,6 @@ if triton is not None:
         keys,
         low_block,
         blocks,
-        block,
-        count,
         rows,
         scale,
         acc,
@@ -191,18 +199,20 @@ if triton is not None:
         SPLITS: tl.constexpr,
         sizes,
     ):
-        """`count` of the blocks, split after split; one loop, so that loads run ahead.
-
-        `block`: the first of them; the next one is the first result.
-        """
-        for _ in range(count):
-            acc, max_score, total, merged, merged_max, merged_total = enter_split(
-                block, acc, max_score, total, merged, merged_max, merged_total, SPLITS
-            )
+        """All blocks, split after split, merged; one loop, so that loads run ahead."""
+        block = 0
+        for _ in range(blocks):
+            if block < SPLITS and block > 0:  # the first block of its split
+                merged, merged_max, merged_total = merge_split(
+                    merged, merged_max, merged_total, acc, max_score, total
+                )
+                max_score = tl.full(max_score.shape, _UNSEEN_SCORE, tl.float32)
+                total = tl.zeros_like(total)
+                acc = tl.zeros_like(acc)
             start = (low_block + block) * sizes.BLOCK_KEYS
             acc, max_score, total = attend_block(
                 q, keys, start, rows, scale, acc, max_score, total, sizes
             )
             following = block + SPLITS
             block = tl.where(following < blocks, following, block % SPLITS + 1)
-        return block, acc, max_score, total, merged, merged_max, merged_total
+        return merge_split(merged, merged_max, merged_total, acc, max_score, total)

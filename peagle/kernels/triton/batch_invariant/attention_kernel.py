@@ -21,9 +21,8 @@ try:
         HeadKeys,
         KeySizes,
         QueryRows,
-        attend_block,
         attend_blocks,
-        enter_split,
+        attend_split,
         load_splits,
         merge_split,
     )
@@ -206,12 +205,20 @@ if triton is not None:
         keys = HeadKeys(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr, high)
         key_sizes: tl.constexpr = KeySizes(D, PAGE_SIZE, BLOCK_KEYS, BLOCK_D)
         if PARALLEL:
-            low_key = (low_block + split) * BLOCK_KEYS
-            end_key = (low_block + shared_blocks) * BLOCK_KEYS
-            for start in range(low_key, end_key, SPLITS * BLOCK_KEYS):
-                acc, max_score, total = attend_block(
-                    q, keys, start, rows, scale, acc, max_score, total, key_sizes
-                )
+            acc, max_score, total = attend_split(
+                q,
+                keys,
+                low_block,
+                shared_blocks,
+                split,
+                rows,
+                scale,
+                acc,
+                max_score,
+                total,
+                SPLITS,
+                key_sizes,
+            )
             if TREE:  # noqa: SIM102 - a constant
                 if tail < blocks:
                     acc, max_score, total = attend_tail(
@@ -227,64 +234,61 @@ if triton is not None:
                         total,
                         tail_sizes,
                     )
-        else:
-            block = 0
-            parts = 1
-            done = 0
-            if TREE:
-                # Every part but the last ends with the block of the tail that ends a split. In the
-                # order of the splits, blocks of the tail behind the last split come first.
-                tails = blocks - shared_blocks
-                parts = tails + 1
-                turned = tl.maximum(tail_split + tails - SPLITS, 0)
-            for part in range(parts):
-                end = shared_blocks
-                if TREE:
-                    tail = tl.where(part < turned, part + SPLITS - tail_split, part - turned)
-                    end_split = (tail_split + tail) % SPLITS + 1
-                    end = end_split * (shared_blocks // SPLITS) + tl.minimum(end_split, tail_split)
-                    end = tl.where(part < tails, end, shared_blocks)
-                block, acc, max_score, total, merged, merged_max, merged_total = attend_blocks(
+        elif TREE:
+            for own_split in range(used_splits):
+                if own_split > 0:
+                    max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
+                    total = tl.zeros([BLOCK_QUERIES], tl.float32)
+                    acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
+                acc, max_score, total = attend_split(
                     q,
                     keys,
                     low_block,
                     shared_blocks,
-                    block,
-                    end - done,
+                    own_split,
                     rows,
                     scale,
                     acc,
                     max_score,
                     total,
-                    merged,
-                    merged_max,
-                    merged_total,
                     SPLITS,
                     key_sizes,
                 )
-                done = end
-                if TREE:  # noqa: SIM102 - a constant
-                    if part < tails:
-                        tail += shared_blocks
-                        acc, max_score, total, merged, merged_max, merged_total = enter_split(
-                            tail, acc, max_score, total, merged, merged_max, merged_total, SPLITS
-                        )
-                        lanes = load_lanes(lane_table, tail, 0, BLOCK_LANES, True, tail_sizes)
-                        acc, max_score, total = attend_tail(
-                            q,
-                            keys,
-                            lane_table,
-                            tail,
-                            lanes,
-                            rows,
-                            scale,
-                            acc,
-                            max_score,
-                            total,
-                            tail_sizes,
-                        )
-            merged, merged_max, merged_total = merge_split(
-                merged, merged_max, merged_total, acc, max_score, total
+                tail = shared_blocks + (own_split - tail_split + SPLITS) % SPLITS
+                if tail < blocks:
+                    lanes = load_lanes(lane_table, tail, 0, BLOCK_LANES, True, tail_sizes)
+                    acc, max_score, total = attend_tail(
+                        q,
+                        keys,
+                        lane_table,
+                        tail,
+                        lanes,
+                        rows,
+                        scale,
+                        acc,
+                        max_score,
+                        total,
+                        tail_sizes,
+                    )
+                merged, merged_max, merged_total = merge_split(
+                    merged, merged_max, merged_total, acc, max_score, total
+                )
+        else:
+            merged, merged_max, merged_total = attend_blocks(
+                q,
+                keys,
+                low_block,
+                blocks,
+                rows,
+                scale,
+                acc,
+                max_score,
+                total,
+                merged,
+                merged_max,
+                merged_total,
+                SPLITS,
+                key_sizes,
             )
         if PARALLEL:
             part = (row * HEADS + head) * SPLITS

@@ -21,7 +21,8 @@ MAX_BLOCK_QUERIES_FLOAT32 = 32
 PARALLEL_PROGRAMS = 100  # blocks of queries that leave room for a program per split
 WIDE_PROGRAMS = 16  # blocks of queries whose programs have 8 warps
 SMALL_PROGRAMS = 520  # blocks of queries that are not made larger
-SMALL_TREE_PROGRAMS = 132  # blocks of a tree's queries that are not made larger
+PARALLEL_TREE_PROGRAMS = 200  # the same for trees
+WIDE_TREE_PROGRAMS = 32
 
 
 class AttentionPlan(NamedTuple):
@@ -41,20 +42,30 @@ def plan_attention(
     blocks share the keys that they read.
     """
     smallest = max(MIN_BLOCK_QUERIES, triton.next_power_of_2(group))
-    lanes = TAIL_LANES if cache.shape[-1] <= 128 else TAIL_LANES // 2
-    programs = heads_in_batch * triton.cdiv(max_rows, smallest // group)
-    if programs <= PARALLEL_PROGRAMS:
-        warps = 8 if programs <= WIDE_PROGRAMS and not is_tree else 4
-        return AttentionPlan(smallest // group, smallest, True, warps, lanes)
     most = MAX_BLOCK_QUERIES if cache.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
-    enough = SMALL_TREE_PROGRAMS if is_tree else SMALL_PROGRAMS
+    programs = heads_in_batch * triton.cdiv(max_rows, smallest // group)
+    if is_tree:
+        return plan_trees(programs, group, smallest, max(smallest, most), cache.shape[-1])
+    if programs <= PARALLEL_PROGRAMS:
+        warps = 8 if programs <= WIDE_PROGRAMS else 4
+        return AttentionPlan(smallest // group, smallest, True, warps)
     wanted = 16
-    while programs > enough and wanted < min(most, max_rows * group):
+    while programs > SMALL_PROGRAMS and wanted < min(most, max_rows * group):
         wanted *= 2
         programs = heads_in_batch * triton.cdiv(max_rows, max(wanted // group, 1))
     queries = max(smallest, wanted)
-    parallel = is_tree and programs <= PARALLEL_PROGRAMS
-    return AttentionPlan(queries // group, queries, parallel, 4, LOOP_LANES)
+    return AttentionPlan(queries // group, queries, False, 4 if queries <= 64 else 8)
+
+
+def plan_trees(programs: int, group: int, smallest: int, largest: int, d: int) -> AttentionPlan:
+    """`programs`: blocks of the smallest number of queries."""
+    if programs > PARALLEL_TREE_PROGRAMS:
+        return AttentionPlan(largest // group, largest, False, 4, LOOP_LANES)
+    lanes = TAIL_LANES if programs <= PARALLEL_PROGRAMS and d <= 128 else LOOP_LANES
+    if programs <= WIDE_TREE_PROGRAMS and d <= 64:
+        return AttentionPlan(smallest // group, smallest, True, 8, lanes)
+    queries = smallest if d <= 64 else min(2 * smallest, largest)
+    return AttentionPlan(queries // group, queries, True, 4, lanes)
 
 
 def block_keys(d: int) -> int:

@@ -14,6 +14,7 @@ MIN_BLOCK_ROWS = 8
 # With fewer rows, tensor cores would add the products of 8-bit weights in another order.
 MIN_8BIT_BLOCK_ROWS = 16
 MAX_BLOCK_ROWS = 128
+MAX_16BIT_BLOCK_ROWS = 256  # of long prompts, whose limit is arithmetic
 MAX_TILED_BLOCK_ROWS = 64
 ALIKE_ROWS = 16  # for which a block has room, if the pass has so many
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
@@ -37,6 +38,8 @@ def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
     alike_rows = 1 if matrices.is_mxfp4 else ALIKE_ROWS
     wanted = min(rows, max(int(1.5 * mean_rows) + 1, alike_rows))
     most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
+    if matrices.weight.element_size() == 2:
+        most = MAX_16BIT_BLOCK_ROWS
     least = MIN_BLOCK_ROWS if matrices.scales is None or matrices.is_mxfp4 else MIN_8BIT_BLOCK_ROWS
     return min(max(least, triton.next_power_of_2(wanted)), most)
 
@@ -62,4 +65,6 @@ def tile_sizes(
         return ExpertTiles(block_n=64, block_k=32, num_warps=4, num_stages=3)
     if block_t <= 32:
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
+    if block_t > MAX_BLOCK_ROWS:
+        return ExpertTiles(block_n=128, block_k=64, num_warps=8, num_stages=4)
     return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)
