@@ -24,6 +24,7 @@ from peagle.kernels.triton import (
     gather_rows,
     skinny_gemm,
     swiglu,
+    top_p,
 )
 from peagle.kernels.triton.attention import paged_attention, rope_store
 from peagle.row_layout import draft_rows
@@ -355,6 +356,24 @@ def check_draw_tokens(rows: int, size: int, device: str, dtype: torch.dtype) -> 
         assert (probabilities.gather(1, ids[:, None]) > 0).all()
 
 
+def check_top_p(rows: int, size: int, device: str, dtype: torch.dtype) -> None:
+    """Random rows, few different logits, rows with -inf, zeros of both signs, an only token."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(rows, size, generator=generator)
+    logits[1] = torch.randint(0, 3, (size,), generator=generator).float()
+    logits[2, ::3] = -torch.inf
+    logits[3] = torch.where(torch.arange(size) % 2 == 0, 0.0, -0.0)
+    logits[4] = -torch.inf
+    logits[4, size // 2] = -5.0
+    logits = logits.to(device)
+    for p in (0.0, 0.3, 0.9, 0.999):
+        tails = torch.full((rows,), 1 - p, dtype=torch.float64, device=device)
+        kept = top_p.top_p(logits, tails).isfinite()
+        assert torch.equal(kept, top_p.reference(logits, tails).isfinite())
+        share = logits.softmax(-1).where(kept, 0.0).sum(-1)
+        assert kept.any(-1).all() and (share > p - 1e-5).all()
+
+
 def check_argmax(rows: int, size: int, device: str, dtype: torch.dtype) -> None:
     logits = some(rows, 2 * size).to(device, dtype)[:, :size]
     logits[0] = float("-inf")
@@ -397,6 +416,8 @@ CASES: dict[str, Case] = {
     "few rows, many, shares": partial(check_skinny_gemm, 64, 64, 1536, True),
     "best": partial(check_argmax, 5, 10_000),
     "best, one piece": partial(check_argmax, 3, 77),
+    "top p": partial(check_top_p, 6, 5_000),
+    "top p, one piece": partial(check_top_p, 6, 77),
     "drawn tokens": partial(check_draw_tokens, 7, 10_000),
     "drawn tokens, one piece": partial(check_draw_tokens, 4, 77),
     "drawn tokens, whole pieces": partial(check_draw_tokens, 4, 8192),

@@ -29,7 +29,7 @@ from torch import Tensor
 from peagle.core import Sampling
 from peagle.engine.device import to_device
 from peagle.engine.sampling.sampling_state import SamplingState
-from peagle.kernels.triton.draw_tokens import CDF_UNITS, cumulative_units
+from peagle.kernels.triton.top_p import top_p as remove_tail
 
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -118,13 +118,11 @@ def top_k(states: list[SamplingState]) -> LogitsProcessor:
 
 
 def top_p(states: list[SamplingState]) -> LogitsProcessor:
-    tail = column(states, lambda s: 1 - s.top_p).double() * CDF_UNITS
+    tail = column(states, lambda s: 1 - s.top_p, torch.float64)[..., 0]
 
     def process(x: Tensor, drafts: Tensor, position: Tensor, follows: Tensor) -> Tensor:
-        ascending, index = x.sort(stable=True)
-        removed = cumulative_units(ascending.softmax(-1)) <= tail
-        removed[..., -1] = False
-        return x.masked_fill(removed.scatter(2, index, removed), -torch.inf)
+        tails = tail.expand(x.shape[:2]).flatten()
+        return remove_tail(x.flatten(0, 1), tails).view(x.shape)
 
     return process
 
