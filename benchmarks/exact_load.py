@@ -2,6 +2,7 @@
 
     python -m benchmarks.exact_load OUT [--data DATA] [--pair smollm2-135m] [--shape llama-3.1-8b]
         [--seconds 400] [--tasks 64] [--tokens 256] [--batch 64] [--alone 24] [--parts equal,price]
+        [--draftings none,"p-eagle K=7"]
 
 `equal`: prompts of humaneval and gsm8k, greedy and sampled with seeds, arriving one after another,
 with a prefix cache and with pages for half of the requests, for K = 7, K = 11, a tree of 31 nodes
@@ -255,6 +256,8 @@ def price_part(
         random.Random(1).shuffle(asked)
         draftings = (NONE, Drafting("p-eagle", 7), *reversed(DRAFTINGS[-2:]))
     for drafting in draftings:
+        if options.draftings and drafting.name not in options.draftings.split(","):
+            continue
         speeds: dict[tuple[bool, int], Speed] = {}
         for exact in (False, True):
             if not report.has_time:
@@ -305,6 +308,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--shape-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--draftings", default="", help="whose price is measured; all without it")
     parser.add_argument("--parts", default="equal,price,shape,shape price")
     options = parser.parse_args()
     report = PartReport(options.out / "exact_load.json", options.seconds)
