@@ -23,5 +23,9 @@ class StartupTimes:
     def add(self, phase: str, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
+    def add_all(self, other: "StartupTimes") -> None:
+        for phase, seconds in other._seconds.items():
+            self.add(phase, seconds)
+
     def as_dict(self) -> dict[str, float]:
         return {phase: round(seconds, 2) for phase, seconds in self._seconds.items()}
