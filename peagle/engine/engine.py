@@ -21,6 +21,7 @@ from peagle.engine.device import DeviceLost, is_device_lost
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
+from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.policy.engine_policies import choose_draft_policy, choose_ngram_policy
 from peagle.engine.policy.step_drafts import StepDrafts
 from peagle.engine.schedule.prompt_rules import PromptRules
@@ -35,7 +36,8 @@ from peagle.engine.sizing import (
     scheduler_config,
     uses_ngrams,
 )
-from peagle.engine.step.exact_mode import enable_exact_mode
+from peagle.engine.step.exact_mode import enable_exact_mode, expects_exact_mode
+from peagle.engine.step.graph_backlog import GraphBacklog
 from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_measurements import ExpertLoad, expert_load, time_graphs
 from peagle.engine.step.step_output import StepRecord
@@ -73,7 +75,11 @@ class Engine:
         if config.int8:
             self._stepper.quantize()
         self.weights = "int8" if config.int8 else self._stepper.weights
+        built = time.perf_counter()
+        if expects_exact_mode(config, self.target) and config.cuda_graphs:
+            self._start_compiling()
         exact = enable_exact_mode(config, self._stepper, self.max_shape)
+        exact_seconds = time.perf_counter() - built
         self.exact_mode = exact.mode
         if exact.max_shape != self.max_shape:
             self.max_shape, self.drafter_shape = exact.max_shape, self.drafter_shape.as_chain()
@@ -86,7 +92,9 @@ class Engine:
             pair, prompt_rules(self._scheduler.context, self.context, self.target)
         )
         self.loop = self._build_loop()  # Internal: only the engine's own tests look inside.
-        self.startup.add("build", time.perf_counter() - started)
+        self.startup.add("build", time.perf_counter() - started - exact_seconds)
+        if expects_exact_mode(config, self.target):
+            self.startup.add("exact", exact_seconds)
         self._lock = self.loop.lock
         self._closed = False
         self._failure: str | None = None
@@ -441,6 +449,19 @@ class Engine:
     @property
     def _one_by_one(self) -> bool:
         return self.exact_mode == "one by one"
+
+    def _start_compiling(self) -> None:
+        """On a GPU, let the kernels of steps compile while exact mode is probed."""
+        verifier = self._stepper.verifier
+        if not self._on_gpu or not isinstance(verifier, FusedLlamaTarget):
+            return
+        policy = choose_draft_policy(self.config, self.method, self.drafter_shape)
+        backlog = GraphBacklog(
+            self._stepper, policy, self.max_shape, self.drafter_shape, StartupTimes()
+        )
+        backlog.fill(self.config.max_batch, ready_batch=0)
+        with verifier.assumed_batch_invariant():
+            backlog.compile(wait=False)
 
     def _build_loop(self) -> EngineLoop:
         policy = choose_draft_policy(self.config, self.method, self.drafter_shape)

@@ -7,7 +7,8 @@ of each kernel). A target runs this way only if its modules are those of a Llama
 equal those of transformers (`build_verifier` compares them).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,10 +237,11 @@ class FusedLlamaTarget:
         self.cpu_layers = fuse_layers(self.layers)
         return sum(uses_codes) / len(uses_codes)
 
-    def use_batch_invariant(self, enabled: bool = True) -> str | None:
+    def use_batch_invariant(self, enabled: bool = True, prove: bool = True) -> str | None:
         """Compute every row in an order that neither the batch nor the draft decides, from now on.
 
         Returns None, or the reason why no kernels do that here. The C kernels always do.
+        `prove`: on a GPU, find out which products the vendor's library may compute.
         """
         if self.cpu_layers is not None and self.lm_head.matrix is not None:
             return None
@@ -255,18 +257,32 @@ class FusedLlamaTarget:
             for layer in self.layers
         ]
         self.batch_invariant = enabled
-        if enabled and self.norm.is_cuda:
-            self._prove_vendor_rows(weights)
+        if enabled and prove and self.norm.is_cuda:
+            vendor_rows = VendorRows()
+            vendor_rows.prove(self.plain_products())
+            for weight in weights:
+                weight.vendor_rows = vendor_rows
         return None
 
-    def _prove_vendor_rows(self, weights: list[Weight]) -> None:
-        """Leave products to the vendor's library where it gives the same bits."""
+    @contextmanager
+    def assumed_batch_invariant(self) -> Iterator[bool]:
+        """As after `use_batch_invariant`, inside this block; False: no kernels do that here."""
+        supported = self.use_batch_invariant(prove=False) is None
+        try:
+            yield supported
+        finally:
+            if supported:
+                self.use_batch_invariant(False)
+
+    def plain_products(self) -> list[tuple[Tensor, bool]]:
+        """Matrices that the vendor's library may multiply with, and whether they are gated."""
         gated = {id(layer.mlp.gate_up) for layer in self.layers if isinstance(layer.mlp, DenseMLP)}
-        vendor_rows = VendorRows()
-        plain = [w for w in weights if w.weight is not None and w.weight is w.skinny_weight]
-        vendor_rows.prove([(w.weight, id(w) in gated) for w in plain if w.weight is not None])
-        for weight in weights:
-            weight.vendor_rows = vendor_rows
+        weights = [self.lm_head, *(w for layer in self.layers for w in layer.weights)]
+        return [
+            (w.weight, id(w) in gated)
+            for w in weights
+            if w.weight is not None and w.weight is w.skinny_weight
+        ]
 
     @property
     def is_stored(self) -> bool:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class StartupTimes:
-    """Phases: import, load, build (probes, KV cache), compile, capture, calibrate."""
+    """Phases: import, load, build (probes, KV cache), exact, compile, capture, calibrate."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

@@ -59,8 +59,8 @@ def compile_ahead(
 
     `description`: what the kernels depend on, besides their code and the device. If the cache holds
     kernels for it, nothing is done. `wait` False: only start the compilations; whoever launches the
-    kernels calls this again before. What fails here is done again, and fails, when the kernels are
-    launched.
+    kernels calls this again before, and with the same description `work` is not run again. What
+    fails here is done again, and fails, when the kernels are launched.
     """
     if triton is None or device.type != "cuda":
         return
@@ -69,8 +69,14 @@ def compile_ahead(
         marker = CompiledMarker(f"{torch.cuda.get_device_name(device)}\n{description}")
         if marker.exists():
             return
-    with shared_compiler().recording() as kernels:
-        complete = run_dry(work, logging.WARNING if wait else logging.DEBUG)
+    compiler = shared_compiler()
+    kernels = compiler.started.get((device, description))
+    complete = True
+    if kernels is None:
+        with compiler.recording() as kernels:
+            complete = run_dry(work, logging.WARNING if wait else logging.DEBUG)
+        if complete and description is not None:
+            compiler.started[device, description] = kernels
     if wait:
         wait_for(kernels)
         if complete and marker is not None:
@@ -92,6 +98,8 @@ class KernelCompiler:
 
     def __init__(self, threads: int) -> None:
         self.kernels: dict[KernelKey, Future[None]] = {}
+        # By device and description: the kernels of passes that were run dry.
+        self.started: dict[tuple[torch.device, str | None], list[Future[None]]] = {}
         self._executor = ThreadPoolExecutor(threads, "peagle-compile")
 
     def __enter__(self) -> "KernelCompiler":
