@@ -3,6 +3,7 @@ and a model that only looks like a Llama is detected.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model import verifier, verifier_probe
+from peagle.engine.model import fused_llama, verifier, verifier_probe
 from peagle.engine.model.dense_mlp import DenseMLP
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
@@ -216,6 +217,25 @@ def test_kernels_of_later_passes_start_to_compile_before_the_probe(dry_passes: l
     # The target's own pass, the fused layers, and what follows; then the first two once more.
     assert dry_passes == ["start"] * 3 + ["compile"] * 2
     check(chosen, target, IDS, CHUNKS[1])
+
+
+def test_dry_passes_leave_out_layers_with_the_kernels_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = target_of(LlamaConfig(**{**SIZES, "num_hidden_layers": 7}))
+    fused = build_verifier(target, LENGTH)
+    assert isinstance(fused, FusedLlamaTarget)
+    layer = fused.layers[5]
+    fused.layers[5] = replace(layer, attention=replace(layer.attention, window=8))
+    fused.taps = (3,)
+    kv_cache = KVCache(target_kv_shapes(target), 4, PAGE, target.device)
+
+    def layers() -> list[int]:
+        return [i for i, _ in fused._launched_layers(kv_cache)]
+
+    assert layers() == list(range(7))
+    monkeypatch.setattr(fused_llama, "is_dry", lambda: True)
+    assert layers() == [0, 1, 3, 5]
 
 
 @pytest.mark.parametrize("name", NOT_LLAMA)

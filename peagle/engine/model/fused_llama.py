@@ -7,7 +7,7 @@ of each kernel). A target runs this way only if its modules are those of a Llama
 equal those of transformers (`build_verifier` compares them).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +41,7 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
+from peagle.kernels.triton.launch.compile_ahead import POINTER_ALIGNMENT, is_dry
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,17 @@ class LlamaLayer:
     @property
     def weights(self) -> list[Weight]:
         return [self.qkv, self.out, *self.mlp.weights]
+
+    @property
+    def kernel_key(self) -> Hashable:
+        """Equal for layers that launch the same kernels; layers with experts are not compared."""
+        if isinstance(self.mlp, Mixture):
+            return id(self)
+        tensors = [self.input_norm, self.post_attention_norm, self.attention.sinks]
+        tensors += [self.heads.q_norm, self.heads.k_norm]
+        for weight in self.weights:
+            tensors += [weight.weight, weight.bias, weight.skinny_weight, weight.skinny_scales]
+        return self.attention.window, *map(tensor_key, tensors)
 
     def with_cpu_layer(self) -> "LlamaLayer":
         """The same layer, run by one C call where that is supported."""
@@ -160,6 +172,13 @@ def build_layer(
         ),
     )
     return layer.with_cpu_layer()
+
+
+def tensor_key(tensor: Tensor | None) -> Hashable:
+    """What kernels depend on."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.dtype, tensor.data_ptr() % POINTER_ALIGNMENT
 
 
 def build_mlp(
@@ -319,7 +338,7 @@ class FusedLlamaTarget:
             self.expert_counts.zero_()
         residual: Tensor | None = None
         taps: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        for i, layer in self._launched_layers(kv_cache):
             normed, residual = add_norm(x, residual, layer.input_norm, self.eps)
             if i in self.taps:
                 taps[i] = residual
@@ -331,6 +350,17 @@ class FusedLlamaTarget:
             else x.new_empty(*rows.positions.shape, 0)
         )
         return StackOutput(x, residual, g)
+
+    def _launched_layers(self, kv_cache: KVCache) -> Iterator[tuple[int, LlamaLayer]]:
+        """All layers; in a dry pass, without those that launch the kernels of another one."""
+        keys = set[Hashable]()
+        for i, layer in enumerate(self.layers):
+            if is_dry() and i > 0 and i not in self.taps:  # The first one has no residual stream.
+                key = (layer.kernel_key, tensor_key(kv_cache.keys[i]))
+                if key in keys:
+                    continue
+                keys.add(key)
+            yield i, layer
 
 
 class FusedLlamaDrafter:

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 MAX_THREADS = 16
 # One thread records at a time: each restores what it has replaced in Triton.
 RECORDING_LOCK = threading.Lock()
+_state = threading.local()
 KernelKey = tuple[str, str, str]  # function, specialization, kind of GPU
 POINTER_ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are not aligned
 
@@ -81,6 +82,11 @@ def compile_ahead(
         wait_for(kernels)
         if complete and marker is not None:
             marker.write()
+
+
+def is_dry() -> bool:
+    """Whether launches of this thread only start compilations: work may leave out repetitions."""
+    return getattr(_state, "is_dry", False)
 
 
 def run_dry(work: Callable[[], object], level: int) -> bool:
@@ -121,7 +127,11 @@ class KernelCompiler:
             torch.inference_mode(),
             ZeroedMemory(),
         ):
-            yield kernels
+            _state.is_dry = True
+            try:
+                yield kernels
+            finally:
+                _state.is_dry = False
 
     @contextmanager
     def _replaced_launches(self, kernels: list[Future[None]]) -> Iterator[None]:
