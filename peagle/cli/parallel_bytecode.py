@@ -23,6 +23,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 from peagle.cli import bytecode_worker
+from peagle.paths import is_writable
 
 # The commands that load a model.
 MODEL_COMMANDS = frozenset({"generate", "demo", "serve", "evaluate", "bench", "tune", "bench-step"})
@@ -48,7 +49,7 @@ def compile_missing(files: Path = FILE_LIST) -> "subprocess.Popen[bytes] | None"
     if sys.dont_write_bytecode or sys.flags.optimize or not hasattr(os, "fork") or processes < 1:
         return None
     missing = [source for source in sources(files) if not is_compiled(source)]
-    if len(missing) < MIN_FILES:
+    if len(missing) < MIN_FILES or not is_writable(Path(cache_from_source(missing[0])).parent):
         return None
     try:
         return start(missing, processes)

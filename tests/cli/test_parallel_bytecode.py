@@ -15,6 +15,7 @@ from peagle.cli.parallel_bytecode import (
     loads_models,
     package_folder,
     sources,
+    start,
 )
 
 PACKAGE = "package_to_compile"
@@ -90,8 +91,13 @@ def test_nothing_is_started_on_one_core(listing: Path, monkeypatch: pytest.Monke
 
 def test_a_folder_that_cannot_be_written(listing: Path, tmp_path: Path) -> None:
     (tmp_path / "bytecode").write_text("")
-    process = compile_missing(listing)
-    assert process is not None and process.wait(TIMEOUT) == 0
+    assert compile_missing(listing) is None
+
+
+def test_a_folder_that_cannot_be_written_any_more(listing: Path, tmp_path: Path) -> None:
+    (tmp_path / "bytecode").write_text("")
+    process = start(list(sources(listing)), 2)
+    assert process.wait(TIMEOUT) == 0
     assert compiled_files(listing) == []
 
 
