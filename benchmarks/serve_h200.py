@@ -7,7 +7,8 @@
 
 Parts, each in processes of its own that end after its limit:
 
-    ready      seconds until /health is 200 with an empty Triton cache, and its phases; `generate`
+    ready      seconds until /health is 200 without compiled kernels and Python bytecode, and its
+               phases; the same until `generate` has answered, and once more with what it has kept
     pair       the default pair, ready with the cache of `ready`; engine in process, then streamed,
                at 1, 8, 64 and 256 streams, once all CUDA graphs are captured
     vllm       the load of `pair` at 1 and 64 streams on vLLM's server with the exported drafter
@@ -53,6 +54,7 @@ from benchmarks.server_process import ROOT, ServerProcess, cpu_seconds, process_
 from benchmarks.soak import PROMPTS, TINY_OPTIONS
 from benchmarks.stream_load import Body, LoadResult, drive, request_body
 from benchmarks.vllm.server import VllmLaunch, serving_vllm
+from peagle.paths import cache_home
 
 PARTS = ("ready", "pair", "vllm", "shape", "soak")
 LIMITS = {"ready": 130.0, "pair": 130.0, "vllm": 150.0, "shape": 200.0, "endpoint": 120.0}
@@ -61,7 +63,7 @@ DEFAULT_PAIR = "smollm2-135m"
 PAIR_BARS = {1: 0.95, 8: 0.90, 64: 0.80, 256: 0.70}
 SHAPE_BARS = {1: 0.97, 8: 0.97, 64: 0.97}
 TTFT_BAR_MS = 60.0  # At 64 streams, p99.
-READY_BARS = {"fresh": 40.0, "warm": 15.0, "generate fresh": 15.0}
+READY_BARS = {"fresh": 40.0, "warm": 15.0, "generate fresh": 15.0, "generate warm": 15.0}
 SHAPE_READY_BAR = 60.0
 VLLM_BAR = 3.0  # Ours over vLLM's server, at 1 and 64 streams.
 VLLM_K = 5
@@ -163,20 +165,40 @@ def id_prompts() -> list[list[int]]:
 
 
 def measure_ready(options: argparse.Namespace) -> Iterator[Row]:
-    rmtree(triton_cache(), ignore_errors=True)
+    for folder in (triton_cache(), bytecode_cache()):
+        rmtree(folder, ignore_errors=True)
     with pair_of("ready", options) as pair:
         with serving_part("ready", pair.arguments, options) as server:
             yield at_most("ready", "fresh", server.ready_seconds, READY_BARS["fresh"])
             yield from startup_rows("ready", server)
         if options.smoke:
             return
-        command = [sys.executable, "-m", "peagle", "generate", *pair.arguments[:1], PROMPTS[0]]
-        with tempfile.TemporaryDirectory() as empty:
-            variables = {**os.environ, "TRITON_CACHE_DIR": empty}
-            started = time.perf_counter()
-            subprocess.run([*command, "--max-tokens", "16"], check=True, env=variables, cwd=ROOT)
-        seconds = time.perf_counter() - started
-        yield at_most("ready", "generate fresh", seconds, READY_BARS["generate fresh"])
+        rmtree(bytecode_cache(), ignore_errors=True)
+        with tempfile.TemporaryDirectory() as kernels:
+            for name in ("generate fresh", "generate warm"):
+                yield from generate_rows(name, pair.arguments[0], kernels)
+
+
+def generate_rows(name: str, pair: str, kernels: str) -> Iterator[Row]:
+    """Seconds until `peagle generate` has answered, and their phases; `kernels`: Triton's cache."""
+    command = [sys.executable, "-m", "peagle", "generate", pair, PROMPTS[0], "--json"]
+    started = time.perf_counter()
+    done = subprocess.run(
+        [*command, "--max-tokens", "16"],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_CACHE_DIR": kernels},
+        stdout=subprocess.PIPE,
+    )
+    seconds = time.perf_counter() - started
+    yield at_most("ready", name, seconds, READY_BARS[name])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    phases = dict(answer["startup"])
+    phases["first token"] = answer["prefill_seconds"]  # With the capture of its graphs.
+    phases["other tokens"] = answer["seconds"] - answer["prefill_seconds"]
+    phases["start and end"] = seconds - sum(phases.values())
+    for phase, part in phases.items():
+        yield Row("ready", f"{name}: of it {phase}", round(part, 2))
 
 
 def startup_rows(part: str, server: ServerProcess) -> Iterator[Row]:
@@ -187,6 +209,11 @@ def startup_rows(part: str, server: ServerProcess) -> Iterator[Row]:
 
 def triton_cache() -> Path:
     return Path(tempfile.gettempdir()) / "serve-h200-triton"
+
+
+def bytecode_cache() -> Path:
+    """Where `peagle` keeps bytecode, if the installed packages have none and Python writes none."""
+    return cache_home() / "bytecode"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.schedule.request import FinishReason
+from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.stream import Stream
 from peagle.errors import UserError
 from peagle.grammar import Grammar
@@ -62,6 +63,7 @@ class LoadedPair(ModelPair):
         self, pair: Pair, target: Target, drafters: dict[Method, Drafter] | None = None
     ) -> None:
         super().__init__(pair, target, drafters)
+        self.startup = StartupTimes()  # Of all engines; whoever loads the pair may complete it.
         self._engines: OrderedDict[EngineKey, Engine] = OrderedDict()  # The last used one is last.
         self._engine_users: Counter[EngineKey] = Counter()  # Calls that are using an engine.
         self._engines_lock = threading.Lock()
@@ -149,6 +151,7 @@ class LoadedPair(ModelPair):
                 self._close_idle_engines(MAX_ENGINES - 1)
                 self._engines[key] = engine = Engine(self, key.config())
                 engine.compile_kernels()
+                self.startup.add_all(engine.startup)
             self._engines.move_to_end(key)
             engine = self._engines[key]
             self._engine_users[key] += 1

@@ -4,9 +4,12 @@ import os
 import sys
 
 from peagle.cli.bytecode import keep_bytecode
+from peagle.cli.parallel_bytecode import compile_missing, loads_models
 
 if "torch" not in sys.modules:
     keep_bytecode(os.environ)
+    if loads_models(sys.argv):
+        compile_missing()
 
 from peagle.cli.application import app
 from peagle.cli.deployment import deploy, deploy_sagemaker, sagemaker, verify

@@ -1,5 +1,6 @@
 """Loading a pair, with progress bars for what is downloaded."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ def load_with_progress(
     from peagle.target.preload import preload
     from peagle.target.transformers_import import quick_imports
 
+    started = time.perf_counter()
     preload(device)
     import torch  # noqa: F401  # Before transformers, which is imported without some of its parts.
 
@@ -29,7 +31,8 @@ def load_with_progress(
         from peagle.loaded import load
 
     with progress_bars(err, quiet=quiet) as progress:
-        return load(
+        imported = time.perf_counter()
+        loaded = load(
             pair,
             target=target,
             drafter=drafter,
@@ -38,3 +41,6 @@ def load_with_progress(
             context=context,
             progress=progress,
         )
+    loaded.startup.add("import", imported - started)
+    loaded.startup.add("load", time.perf_counter() - imported)
+    return loaded

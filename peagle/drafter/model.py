@@ -54,8 +54,8 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(d, eps)
         parallel = config.method == "p-eagle"
-        self.mask_hidden = nn.Parameter(torch.randn(taps * tap_size)) if parallel else None
-        self.mask_embedding = nn.Parameter(torch.randn(d) * 0.02) if parallel else None
+        self.mask_hidden = random_parameter(taps * tap_size) if parallel else None
+        self.mask_embedding = random_parameter(d, 0.02) if parallel else None
         # Optional parts draw from a forked generator, so that a seed gives the other weights the
         # same values with and without these parts.
         with torch.random.fork_rng(devices=[]):
@@ -297,3 +297,8 @@ def row_mask(
         mask = mask.triu(past - window + 1)
     mask[rows - block :, past + rows - block :] = True
     return mask
+
+
+def random_parameter(size: int, scale: float = 1.0) -> nn.Parameter:
+    """[size]; `no_meta_initialization` leaves out its values, unlike those of `torch.randn`."""
+    return nn.Parameter(nn.init.normal_(torch.empty(size)).mul_(scale))

@@ -21,6 +21,7 @@ from peagle.engine.device import DeviceLost, is_device_lost
 from peagle.engine.kv.page_allocator import PageAllocator
 from peagle.engine.loop import EngineLoop
 from peagle.engine.metrics import Metrics
+from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.policy.engine_policies import choose_draft_policy, choose_ngram_policy
 from peagle.engine.policy.step_drafts import StepDrafts
 from peagle.engine.schedule.prompt_rules import PromptRules
@@ -35,7 +36,8 @@ from peagle.engine.sizing import (
     scheduler_config,
     uses_ngrams,
 )
-from peagle.engine.step.exact_mode import enable_exact_mode
+from peagle.engine.step.exact_mode import ExactMode, enable_exact_mode, expects_exact_mode
+from peagle.engine.step.graph_backlog import GraphBacklog
 from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_measurements import ExpertLoad, expert_load, time_graphs
 from peagle.engine.step.step_output import StepRecord
@@ -73,10 +75,8 @@ class Engine:
         if config.int8:
             self._stepper.quantize()
         self.weights = "int8" if config.int8 else self._stepper.weights
-        exact = enable_exact_mode(config, self._stepper, self.max_shape)
-        self.exact_mode = exact.mode
-        if exact.max_shape != self.max_shape:
-            self.max_shape, self.drafter_shape = exact.max_shape, self.drafter_shape.as_chain()
+        self.exact_mode: ExactMode | None = None
+        exact_seconds = self._enable_exact_mode()
         self._allocator = self._page_allocator()
         self._scheduler = Scheduler(
             self._allocator,
@@ -86,7 +86,9 @@ class Engine:
             pair, prompt_rules(self._scheduler.context, self.context, self.target)
         )
         self.loop = self._build_loop()  # Internal: only the engine's own tests look inside.
-        self.startup.add("build", time.perf_counter() - started)
+        self.startup.add("build", time.perf_counter() - started - exact_seconds)
+        if exact_seconds:
+            self.startup.add("exact", exact_seconds)
         self._lock = self.loop.lock
         self._closed = False
         self._failure: str | None = None
@@ -434,6 +436,10 @@ class Engine:
         return self.target.device.type == "cuda"
 
     @property
+    def _uses_graphs(self) -> bool:
+        return self.config.cuda_graphs and self._on_gpu
+
+    @property
     def exact(self) -> bool:
         """Whether answers are bit-equal with and without drafts and other requests."""
         return self.exact_mode is not None
@@ -441,6 +447,31 @@ class Engine:
     @property
     def _one_by_one(self) -> bool:
         return self.exact_mode == "one by one"
+
+    def _enable_exact_mode(self) -> float:
+        """Returns the seconds of it, 0 where it is not used."""
+        started = time.perf_counter()
+        if not expects_exact_mode(self.config, self.target):
+            return 0.0
+        self._start_compiling()
+        exact = enable_exact_mode(self.config, self._stepper, self.max_shape)
+        self.exact_mode = exact.mode
+        if exact.max_shape != self.max_shape:
+            self.max_shape, self.drafter_shape = exact.max_shape, self.drafter_shape.as_chain()
+        return time.perf_counter() - started
+
+    def _start_compiling(self) -> None:
+        """On a GPU, let the kernels of steps compile while exact mode is probed."""
+        verifier = self._stepper.verifier
+        if not self._uses_graphs or not isinstance(verifier, FusedLlamaTarget):
+            return
+        policy = choose_draft_policy(self.config, self.method, self.drafter_shape)
+        backlog = GraphBacklog(
+            self._stepper, policy, self.max_shape, self.drafter_shape, StartupTimes()
+        )
+        backlog.fill(self.config.max_batch, ready_batch=0)
+        with verifier.assumed_batch_invariant():
+            backlog.compile(wait=False)
 
     def _build_loop(self) -> EngineLoop:
         policy = choose_draft_policy(self.config, self.method, self.drafter_shape)
@@ -452,7 +483,7 @@ class Engine:
             self.max_shape,
             self.drafter_shape,
             self._one_by_one,
-            self.config.cuda_graphs and self._on_gpu,
+            self._uses_graphs,
         )
 
     def _page_allocator(self) -> PageAllocator:

@@ -14,8 +14,12 @@ from peagle.draft_shape import (
 from peagle.drafter import Drafter
 from peagle.engine.config import EngineConfig
 from peagle.engine.device import is_device_lost
+from peagle.engine.model.batch_invariance import launch_invariant_passes
+from peagle.engine.model.fused_llama import FusedLlamaTarget
+from peagle.engine.model.verifier import Passes
 from peagle.engine.schedule.prompt_rules import PromptRules
 from peagle.engine.schedule.scheduler import SchedulerConfig
+from peagle.engine.step.exact_mode import expects_exact_mode
 from peagle.engine.step.stepper import Stepper
 from peagle.engine.step.stepper_size import StepperSize, kv_shapes
 from peagle.errors import UserError
@@ -160,8 +164,14 @@ def build_stepper(
             " raise `kv_tokens`, or lower `tree`"
         )
     size = StepperSize(max_shape, num_pages, config.page_size, config.max_batch, context, ngram)
+    passes: Passes | None = None
+    if expects_exact_mode(config, pair.target):
+
+        def passes(fused: FusedLlamaTarget) -> None:
+            launch_invariant_passes(fused, pair.target, config.page_size, max_shape)
+
     try:
-        return Stepper(pair.target, drafter, size)
+        return Stepper(pair.target, drafter, size, passes)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if "memory" not in str(error).lower() or is_device_lost(error):
             raise

@@ -66,6 +66,7 @@ def test_methods_agree_and_json_is_complete(tiny: Path) -> None:
         assert answer["num_draft_tokens"] == 3 * answer["num_drafts"]
     assert plain["prompt_tokens"] == 4  # the template's <user> and three words
     assert plain["acceptance_length"] == 1
+    assert plain["startup"].keys() >= {"import", "load", "build"}
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])

@@ -7,7 +7,12 @@ import torch
 
 from peagle.core import METHODS, Method
 from peagle.draft_shape import DraftShape
-from peagle.engine.model.batch_invariance import enable_batch_invariance
+from peagle.engine.model import weight
+from peagle.engine.model.batch_invariance import (
+    InvarianceProbe,
+    enable_batch_invariance,
+    launch_invariant_passes,
+)
 from peagle.engine.model.exactness import (
     PROBED_BLOCKS,
     ROW_MULTIPLES,
@@ -15,10 +20,12 @@ from peagle.engine.model.exactness import (
     is_bit_equal,
     pad_rows,
 )
+from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import build_verifier
 from peagle.engine.step.step_output import StepRecord
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
 from peagle.loaded import LoadedPair
 from tests.support.cpu_features import needs_c
 from tests.support.decoding import tokens_of
@@ -275,6 +282,28 @@ def test_it_is_probed_and_not_assumed() -> None:
 
     verifier.forward = depends_on_rows  # type: ignore[method-assign]
     assert exact_multiple(verifier, target, 64) is None
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_passes_for_the_compiler_leave_the_layers_as_they_are(
+    supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight, "supports_invariant_gemm", lambda *_: supported)
+    target = pair("llama").target
+    verifier = build_verifier(target, 300)
+    assert isinstance(verifier, FusedLlamaTarget)
+    verifier.cpu_layers = None
+    modes: list[bool] = []
+
+    def run_all(probe: InvarianceProbe) -> None:
+        modes.append(verifier.batch_invariant)
+
+    monkeypatch.setattr(InvarianceProbe, "run_all", run_all)
+    monkeypatch.setattr(VendorRows, "launch_trials", lambda *_: None)
+    launch_invariant_passes(verifier, target, PAGE, DraftShape(3, 3))
+    assert modes == ([True] if supported or verifier.lm_head.matrix is not None else [])
+    assert not verifier.batch_invariant
+    assert not any(layer.attention.batch_invariant for layer in verifier.layers)
 
 
 # The prefix cache.

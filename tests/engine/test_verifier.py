@@ -2,6 +2,8 @@
 and a model that only looks like a Llama is detected.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.kv.kv_cache import KVCache
-from peagle.engine.model import verifier
+from peagle.engine.model import fused_llama, verifier, verifier_probe
 from peagle.engine.model.dense_mlp import DenseMLP
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
@@ -189,6 +191,59 @@ def test_a_model_that_only_looks_like_a_llama_is_not_fused(name: str) -> None:
     verifier = build_verifier(target, LENGTH)
     assert isinstance(verifier, HFPagedTarget)
     check(verifier, target, IDS, CHUNKS[1])
+
+
+@pytest.fixture
+def dry_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Passes run as on a GPU, but compute; returns whether their kernels were awaited."""
+    passes: list[str] = []
+
+    def compile_ahead(
+        work: Callable[[], object], device: object, description: str = "", wait: bool = True
+    ) -> None:
+        passes.append("compile" if wait else "start")
+        work()
+
+    for module in (verifier, verifier_probe):
+        monkeypatch.setattr(module, "compile_ahead", compile_ahead)
+    return passes
+
+
+def test_kernels_of_later_passes_start_to_compile_before_the_probe(dry_passes: list[str]) -> None:
+    target = target_of(next(iter(LLAMA_LIKE.values())))
+    fused: list[FusedLlamaTarget] = []
+    chosen = build_verifier(target, LENGTH, fused.append)
+    assert fused == [chosen]
+    # The target's own pass, the fused layers, and what follows; then the first two once more.
+    assert dry_passes == ["start"] * 3 + ["compile"] * 2
+    check(chosen, target, IDS, CHUNKS[1])
+
+
+def test_dry_passes_leave_out_layers_with_the_kernels_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = target_of(LlamaConfig(**{**SIZES, "num_hidden_layers": 7}))
+    fused = build_verifier(target, LENGTH)
+    assert isinstance(fused, FusedLlamaTarget)
+    layer = fused.layers[5]
+    fused.layers[5] = replace(layer, attention=replace(layer.attention, window=8))
+    fused.taps = (3,)
+    kv_cache = KVCache(target_kv_shapes(target), 4, PAGE, target.device)
+
+    def layers() -> list[int]:
+        return [i for i, _ in fused._launched_layers(kv_cache)]
+
+    assert layers() == list(range(7))
+    monkeypatch.setattr(fused_llama, "is_dry", lambda: True)
+    assert layers() == [0, 1, 3, 5]
+
+
+@pytest.mark.parametrize("name", NOT_LLAMA)
+def test_passes_that_ran_dry_fuse_no_other_model(name: str, dry_passes: list[str]) -> None:
+    target = target_of(NOT_LLAMA[name])
+    chosen = build_verifier(target, LENGTH, lambda fused: None)
+    assert isinstance(chosen, HFPagedTarget)
+    check(chosen, target, IDS, CHUNKS[1])
 
 
 def test_scaling_behind_the_context_of_the_engine_is_no_obstacle() -> None:

@@ -157,3 +157,23 @@ hook = triton.knobs.runtime.jit_cache_hook
 print(json.dumps({"nothing": nothing, "compiled": hits, "hook": hook}))
 """
     assert run_script(script) == {"nothing": [], "compiled": [False], "hook": None}
+
+
+def test_compilations_that_were_started_before_are_awaited(run_script: RunScript) -> None:
+    """Of two passes, the first one starts a compilation only, and nothing is compiled twice."""
+    script = """
+from peagle.kernels.triton.launch import compile_ahead as module
+gate = threading.Event()
+compile_kernel = module.compile_kernel
+def compile_later(*args):
+    gate.wait()
+    compile_kernel(*args)
+module.compile_kernel = compile_later
+device = torch.device("cuda")
+module.compile_ahead(lambda: launch(16), device, wait=False)
+before = len(hits)
+threading.Timer(0.2, gate.set).start()
+module.compile_ahead(lambda: launch(16), device)
+print(json.dumps({"before": before, "after": hits}))
+"""
+    assert run_script(script) == {"before": 0, "after": [False]}

@@ -75,6 +75,19 @@ print(json.dumps([logits, heavy, is_meta]))
         torch.testing.assert_close(torch.tensor(ours), theirs)
 
 
+def test_a_drafter_is_read_without_heavy_modules(after_torch: ScriptServer) -> None:
+    script = f"""
+from pathlib import Path
+from peagle.target.transformers_import import quick_imports
+with quick_imports():
+    from peagle.drafter.formats import checkpoint
+drafter = next(path.parent for path in Path("peagle/drafters").rglob("config.json"))
+problems = checkpoint.read(drafter).problems()
+print(json.dumps([problems, [name for name in {HEAVY!r} if name in sys.modules]]))
+"""
+    assert last_line(after_torch.run(script)) == [[], []]
+
+
 def test_values_are_created_on_the_cpu_while_a_model_is_created() -> None:
     """Those of arrays, too. An empty list tells transformers the current device."""
     with no_meta_initialization(), torch.device("meta"):

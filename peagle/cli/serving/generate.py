@@ -94,7 +94,8 @@ def generate(
         **asdict(sampling),
     )
     if as_json:
-        print(json.dumps(answer.as_dict(), ensure_ascii=False))
+        fields = answer.as_dict() | {"startup": loaded.startup.as_dict()}
+        print(json.dumps(fields, ensure_ascii=False))
     else:
         print_statistics(answer)
         print_choice(loaded.target.speed_choice)

@@ -17,6 +17,7 @@ from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
 from peagle.kernels.stored_matrix import StoredMatrix, Table
+from peagle.target.meta_initialization import no_meta_initialization
 
 Shapes = dict[str, tuple[int, ...]]
 SHARED_TENSORS = ("embed_tokens.weight", "lm_head.weight", "target_ids")
@@ -24,7 +25,7 @@ SHARED_TENSORS = ("embed_tokens.weight", "lm_head.weight", "target_ids")
 
 def own_shapes(config: DrafterConfig) -> Shapes:
     """Shapes of the tensors that only the drafter has."""
-    with torch.device("meta"):
+    with no_meta_initialization(), torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
 
 
@@ -60,7 +61,7 @@ def build_drafter(
         float_dtype = matrix_dtype or dtype if is_matrix else dtype
         moved = tensor.to(device, float_dtype if tensor.is_floating_point() else None)
         (own if is_own else shared)[name] = moved
-    with torch.device("meta"):
+    with no_meta_initialization(), torch.device("meta"):
         drafter = Drafter(config, context)
     rope = Drafter.make_rope(config, context)
     drafter.load_state_dict(own, assign=True)

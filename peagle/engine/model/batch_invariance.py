@@ -13,7 +13,7 @@ and values instead of a prompt, behind which its drafts run.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,9 @@ from peagle.draft_shape import DraftShape
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import Verifier, target_kv_shapes
+from peagle.engine.model.verifier_probe import describe_target
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.batch_invariant.vendor_gemm import ROW_COUNTS, VendorRows
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
 
@@ -52,6 +54,16 @@ def enable_batch_invariance(
         if reason is not None:
             verifier.use_batch_invariant(False)
     return reason
+
+
+def launch_invariant_passes(
+    verifier: FusedLlamaTarget, target: Target, page_size: int, shape: DraftShape
+) -> None:
+    """Launch what `enable_batch_invariance` does, so that its kernels are compiled earlier."""
+    with verifier.assumed_batch_invariant() as supported:
+        if supported:
+            VendorRows().launch_trials(verifier.plain_products(), max(ROW_COUNTS))
+            InvarianceProbe(verifier, target, page_size, shape).run_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +153,8 @@ class InvarianceProbe:
     ) -> None:
         self.verifier = verifier
         self.target = target
+        # What kernels depend on.
+        self.description = f"invariance {describe_target(target)} {page_size} {shape}"
         self.block = max(MIN_BLOCK, shape.k + 1)
         self.tree = None if shape.is_chain else ProbeTree.grow(shape)
         room = max(self.block, shape.nodes + 1)
@@ -171,21 +185,24 @@ class InvarianceProbe:
     @torch.inference_mode()
     def difference(self) -> str | None:
         """What changes the bits of a row here; None: nothing does."""
-        checks = (
+        compile_ahead(self.run_all, self.target.device, self.description)
+        for what, check in self._checks():
+            if not check():
+                return f"on this machine, {what} changes its results"
+        return None
+
+    def run_all(self) -> None:
+        """Launch all kernels of the checks."""
+        self._prompts_agree()
+        self._chains_agree(rows=1)
+        self._trees_agree()
+
+    def _checks(self) -> tuple[tuple[str, Callable[[], bool]], ...]:
+        return (
             ("the division of prompts into passes", self._prompts_agree),
             ("the number of rows of a chain, or the batch", self._chains_agree),
             ("a tree", self._trees_agree),
         )
-
-        def run_all() -> None:
-            for _, check in checks:
-                check()
-
-        compile_ahead(run_all, self.target.device)
-        for what, check in checks:
-            if not check():
-                return f"on this machine, {what} changes its results"
-        return None
 
     def _forward(self, cache: ProbeCache, ids: Tensor, rows: RowPass) -> Tensor:
         return self.verifier.forward(ids, rows, cache.kv_cache)[0]
@@ -226,20 +243,24 @@ class InvarianceProbe:
             turn += 1
         return logits
 
-    def _chains_agree(self) -> bool:
-        """Blocks of all requests, and of many of each, against single rows."""
+    def _chains_agree(self, rows: int | None = None) -> bool:
+        """Blocks of all requests, and of many of each, against single rows.
+
+        `rows`: how many of a block are compared; None: all.
+        """
         requests = self.requests
+        compared = rows or self.block
         blocks = []
         for repeats in (1, REPEATS):
             batch = [*requests] * repeats
             firsts = [self.lengths[r] for r in batch]
-            rows = self.together.rows(batch, firsts, [self.block] * len(batch))
+            block_rows = self.together.rows(batch, firsts, [self.block] * len(batch))
             ids = torch.cat([self._block_ids(r) for r in batch])
-            logits = self._forward(self.together, ids, rows)
+            logits = self._forward(self.together, ids, block_rows)
             blocks.append(logits.unflatten(0, (repeats, len(requests), self.block)))
-        singles = [[self._single(r, i) for i in range(self.block)] for r in requests]
-        expected = torch.stack([torch.stack(rows) for rows in singles])
-        return all(torch.equal(part, expected) for block in blocks for part in block)
+        singles = [[self._single(r, i) for i in range(compared)] for r in requests]
+        expected = torch.stack([torch.stack(logits) for logits in singles])
+        return all(torch.equal(part[:, :compared], expected) for block in blocks for part in block)
 
     def _block_ids(self, request: int) -> Tensor:
         first = self.lengths[request]

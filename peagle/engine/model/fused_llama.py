@@ -7,7 +7,8 @@ of each kernel). A target runs this way only if its modules are those of a Llama
 equal those of transformers (`build_verifier` compares them).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +41,7 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
+from peagle.kernels.triton.launch.compile_ahead import POINTER_ALIGNMENT, is_dry
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,17 @@ class LlamaLayer:
     @property
     def weights(self) -> list[Weight]:
         return [self.qkv, self.out, *self.mlp.weights]
+
+    @property
+    def kernel_key(self) -> Hashable:
+        """Equal for layers that launch the same kernels; layers with experts are not compared."""
+        if isinstance(self.mlp, Mixture):
+            return id(self)
+        tensors = [self.input_norm, self.post_attention_norm, self.attention.sinks]
+        tensors += [self.heads.q_norm, self.heads.k_norm]
+        for weight in self.weights:
+            tensors += [weight.weight, weight.bias, weight.skinny_weight, weight.skinny_scales]
+        return self.attention.window, *map(tensor_key, tensors)
 
     def with_cpu_layer(self) -> "LlamaLayer":
         """The same layer, run by one C call where that is supported."""
@@ -159,6 +172,13 @@ def build_layer(
         ),
     )
     return layer.with_cpu_layer()
+
+
+def tensor_key(tensor: Tensor | None) -> Hashable:
+    """What kernels depend on."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.dtype, tensor.data_ptr() % POINTER_ALIGNMENT
 
 
 def build_mlp(
@@ -236,10 +256,11 @@ class FusedLlamaTarget:
         self.cpu_layers = fuse_layers(self.layers)
         return sum(uses_codes) / len(uses_codes)
 
-    def use_batch_invariant(self, enabled: bool = True) -> str | None:
+    def use_batch_invariant(self, enabled: bool = True, prove: bool = True) -> str | None:
         """Compute every row in an order that neither the batch nor the draft decides, from now on.
 
         Returns None, or the reason why no kernels do that here. The C kernels always do.
+        `prove`: on a GPU, find out which products the vendor's library may compute.
         """
         if self.cpu_layers is not None and self.lm_head.matrix is not None:
             return None
@@ -255,18 +276,32 @@ class FusedLlamaTarget:
             for layer in self.layers
         ]
         self.batch_invariant = enabled
-        if enabled and self.norm.is_cuda:
-            self._prove_vendor_rows(weights)
+        if enabled and prove and self.norm.is_cuda:
+            vendor_rows = VendorRows()
+            vendor_rows.prove(self.plain_products())
+            for weight in weights:
+                weight.vendor_rows = vendor_rows
         return None
 
-    def _prove_vendor_rows(self, weights: list[Weight]) -> None:
-        """Leave products to the vendor's library where it gives the same bits."""
+    @contextmanager
+    def assumed_batch_invariant(self) -> Iterator[bool]:
+        """As after `use_batch_invariant`, inside this block; False: no kernels do that here."""
+        supported = self.use_batch_invariant(prove=False) is None
+        try:
+            yield supported
+        finally:
+            if supported:
+                self.use_batch_invariant(False)
+
+    def plain_products(self) -> list[tuple[Tensor, bool]]:
+        """Matrices that the vendor's library may multiply with, and whether they are gated."""
         gated = {id(layer.mlp.gate_up) for layer in self.layers if isinstance(layer.mlp, DenseMLP)}
-        vendor_rows = VendorRows()
-        plain = [w for w in weights if w.weight is not None and w.weight is w.skinny_weight]
-        vendor_rows.prove([(w.weight, id(w) in gated) for w in plain if w.weight is not None])
-        for weight in weights:
-            weight.vendor_rows = vendor_rows
+        weights = [self.lm_head, *(w for layer in self.layers for w in layer.weights)]
+        return [
+            (w.weight, id(w) in gated)
+            for w in weights
+            if w.weight is not None and w.weight is w.skinny_weight
+        ]
 
     @property
     def is_stored(self) -> bool:
@@ -303,7 +338,7 @@ class FusedLlamaTarget:
             self.expert_counts.zero_()
         residual: Tensor | None = None
         taps: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        for i, layer in self._launched_layers(kv_cache):
             normed, residual = add_norm(x, residual, layer.input_norm, self.eps)
             if i in self.taps:
                 taps[i] = residual
@@ -315,6 +350,17 @@ class FusedLlamaTarget:
             else x.new_empty(*rows.positions.shape, 0)
         )
         return StackOutput(x, residual, g)
+
+    def _launched_layers(self, kv_cache: KVCache) -> Iterator[tuple[int, LlamaLayer]]:
+        """All layers; in a dry pass, without those that launch the kernels of another one."""
+        keys = set[Hashable]()
+        for i, layer in enumerate(self.layers):
+            if is_dry() and i > 0 and i not in self.taps:  # The first one has no residual stream.
+                key = (layer.kernel_key, tensor_key(kv_cache.keys[i]))
+                if key in keys:
+                    continue
+                keys.add(key)
+            yield i, layer
 
 
 class FusedLlamaDrafter:

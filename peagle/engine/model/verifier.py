@@ -5,7 +5,9 @@ positions up to the end of the context (verifier_probe.py), runs as FusedLlamaTa
 target runs as HFPagedTarget.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -18,10 +20,12 @@ from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.mixture import SILU_CLASSES, is_supported_mixture
 from peagle.engine.model.verifier_probe import VerifierProbe
 from peagle.kernels.row_pass import RowPass
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
 from peagle.target.gguf.modules import StoredLinear
 
 LINEAR_TYPES = (nn.Linear, StoredLinear)
+Passes = Callable[[FusedLlamaTarget], object]
 
 
 class Verifier(Protocol):
@@ -54,8 +58,12 @@ _probe_results: WeakKeyDictionary[Target, dict[tuple[torch.dtype, int], ProbeRes
 )
 
 
-def build_verifier(target: Target, length: int) -> Verifier:
-    """The fastest verifier that computes what the target does, for up to `length` positions."""
+def build_verifier(target: Target, length: int, passes: Passes | None = None) -> Verifier:
+    """The fastest verifier that computes what the target does, for up to `length` positions.
+
+    `passes`: launches passes of fused layers that will follow. On a GPU, their kernels start to
+    compile while these layers are probed.
+    """
     positions = min(length, target.context)
     known = _probe_results.setdefault(target, {})
     result = known.get((target.dtype, positions))
@@ -63,7 +71,7 @@ def build_verifier(target: Target, length: int) -> Verifier:
         return FusedLlamaTarget(target, length, result.windows)
     hf_paged = HFPagedTarget(target)
     if result is None:
-        fused = probe_fused(target, hf_paged, length, positions)
+        fused = probe_fused(target, hf_paged, length, positions, passes)
         known[target.dtype, positions] = ProbeResult(fused is not None, hf_paged.windows)
         if fused is not None:
             return fused
@@ -72,15 +80,39 @@ def build_verifier(target: Target, length: int) -> Verifier:
 
 
 def probe_fused(
-    target: Target, hf_paged: HFPagedTarget, length: int, positions: int
+    target: Target,
+    hf_paged: HFPagedTarget,
+    length: int,
+    positions: int,
+    passes: Passes | None = None,
 ) -> FusedLlamaTarget | None:
     """The target with fused layers, if those compute the same as its own modules."""
-    probe = VerifierProbe(target, hf_paged, target_kv_shapes(target), positions)
+    probe = VerifierProbe(target, target_kv_shapes(target), positions)
+    probe.compile_target(hf_paged, wait=False)
+    fused: FusedLlamaTarget | None = None
+    if probe.calls:  # The pass was run without launching anything.
+        fused = fuse_plain(target, hf_paged, length, probe)
+    if fused is not None:
+        probe.compile_fused(fused, wait=False)
+        if passes is not None:
+            compile_ahead(partial(passes, fused), target.device, wait=False)
+    probe.compile_target(hf_paged, wait=True)
+    probe.run_target(hf_paged)
     probe.check_paged()
+    fused = fused or fuse_plain(target, hf_paged, length, probe)
+    return fused if fused is not None and probe.equals(fused) else None
+
+
+def fuse_plain(
+    target: Target, hf_paged: HFPagedTarget, length: int, probe: VerifierProbe
+) -> FusedLlamaTarget | None:
+    """The target with fused layers, if it is built like a Llama; a probed pass tells of attention.
+
+    Only `VerifierProbe.equals` tells whether they compute the same.
+    """
     if not is_llama_like(target) or not probe.is_plain_attention():
         return None
-    fused = FusedLlamaTarget(target, length, hf_paged.windows)
-    return fused if probe.equals(fused) else None
+    return FusedLlamaTarget(target, length, hf_paged.windows)
 
 
 @torch.inference_mode()

@@ -84,12 +84,8 @@ class AttentionCall:
 
 
 class VerifierProbe:
-    @torch.inference_mode()
-    def __init__(self, target: Target, hf_paged: HFPagedTarget, shapes: list[KVShape], length: int):
-        """Run the target's own modules over pages.
-
-        `shapes`: what its layers store. `length`: the number of positions that requests may have.
-        """
+    def __init__(self, target: Target, shapes: list[KVShape], length: int) -> None:
+        """`shapes`: what the target's layers store. `length`: of the longest request."""
         self.target = target
         self.shapes = shapes
         self.rows = probe_rows(length, target.device)
@@ -102,13 +98,40 @@ class VerifierProbe:
         # Some layer attends twice in a pass (DiffLlama), but has pages for one set of values only.
         self.attends_twice = False
         self.kv_cache = self._new_cache()
-        hf_paged.taps = tuple(range(len(shapes)))
+        self.fused_cache = self._new_cache()
+        # What kernels depend on.
+        self.description = f"probe {describe_target(target)} {length}"
+
+    def compile_target(self, hf_paged: HFPagedTarget, wait: bool) -> None:
+        """Compile the kernels of `run_target`. A pass that only starts to fills `calls`, too."""
+        compile_ahead(
+            lambda: self.run_target(hf_paged),
+            self.ids.device,
+            f"transformers {self.description}",
+            wait,
+        )
+
+    @torch.inference_mode()
+    def run_target(self, hf_paged: HFPagedTarget) -> None:
+        """Run the target's own modules over pages."""
+        self.calls.clear()
+        self.attends_twice = False
+        hf_paged.taps = tuple(range(len(self.shapes)))
         hf_paged.on_attention = self._record
         self.logits, hidden = hf_paged.forward(self.ids, self.rows, self.kv_cache)
         hf_paged.on_attention = None
         hf_paged.taps = ()
-        self.streams = hidden.chunk(len(shapes), -1)  # [T, d] entering each layer
+        self.streams = hidden.chunk(len(self.shapes), -1)  # [T, d] entering each layer
         self.is_half = self.logits.dtype != torch.float32
+
+    def compile_fused(self, fused: FusedLlamaTarget, wait: bool) -> None:
+        """Compile the kernels of `equals`."""
+        compile_ahead(
+            lambda: fused.forward(self.ids, self.rows, self.fused_cache),
+            self.ids.device,
+            f"fused {self.description}",
+            wait,
+        )
 
     @torch.inference_mode()
     def check_paged(self) -> None:
@@ -149,8 +172,8 @@ class VerifierProbe:
     @torch.inference_mode()
     def equals(self, fused: FusedLlamaTarget) -> bool:
         """Whether the fused layers compute what the target does."""
-        kv_cache = self._new_cache()
-        compile_ahead(lambda: fused.forward(self.ids, self.rows, kv_cache), self.ids.device)
+        kv_cache = self.fused_cache
+        self.compile_fused(fused, wait=True)
         max_row_error = MAX_ROW_ERROR_HALF if self.is_half else MAX_ERROR_FLOAT32
         if any(
             self._row_error(fused, i, kv_cache) > max_row_error for i in range(len(self.shapes))
@@ -228,6 +251,11 @@ class VerifierProbe:
         """query [1, heads, T, d], as an attention function of transformers receives it."""
         self.attends_twice |= layer in self.calls
         self.calls[layer] = AttentionCall(query[0].transpose(0, 1).clone(), arguments)
+
+
+def describe_target(target: Target) -> str:
+    """What the kernels of a target depend on."""
+    return f"{target.config.to_dict()} {target.dtype} {target.format}"
 
 
 def logits_error(mine: Tensor, own: Tensor) -> float:

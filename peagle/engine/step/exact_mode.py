@@ -11,6 +11,7 @@ from peagle.engine.model.batch_invariance import enable_batch_invariance
 from peagle.engine.model.exactness import exact_multiple
 from peagle.engine.step.stepper import Stepper
 from peagle.errors import UserError
+from peagle.target import Target
 
 ExactMode = Literal["batched", "one by one"]
 
@@ -21,6 +22,13 @@ class ExactChoice:
     max_shape: DraftShape  # No draft exceeds it; exact mode may exclude trees.
 
 
+def expects_exact_mode(config: EngineConfig, target: Target) -> bool:
+    """Whether exact mode is turned on where it is supported."""
+    if config.exact is None:
+        return target.dtype != torch.float32
+    return config.exact
+
+
 def enable_exact_mode(config: EngineConfig, stepper: Stepper, max_shape: DraftShape) -> ExactChoice:
     """Turn exact mode on, if it is wanted: for batches where kernels allow it.
 
@@ -28,7 +36,7 @@ def enable_exact_mode(config: EngineConfig, stepper: Stepper, max_shape: DraftSh
     """
     requested = config.exact
     target = stepper.target
-    if requested is False or (requested is None and target.dtype == torch.float32):
+    if not expects_exact_mode(config, target):
         return ExactChoice(None, max_shape)
     reason = enable_batch_invariance(stepper.verifier, target, config.page_size, max_shape)
     if reason is None:

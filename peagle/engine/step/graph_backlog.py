@@ -116,9 +116,13 @@ class GraphBacklog:
         if not self._pending:
             return
         with self.times.measure("compile"):
-            compile_ahead(self._launch_all, self.stepper.slots.device, self.describe())
+            self.compile()
         for _ in range(len(self) if ready_batch is None else self._ready):
             self.run_next(capture)
+
+    def compile(self, wait: bool = True) -> None:
+        """Compile the kernels of all planned graphs; `wait`: see `compile_ahead`."""
+        compile_ahead(self._launch_all, self.stepper.slots.device, self.describe(), wait)
 
     def describe(self) -> str:
         """What the kernels of the planned graphs depend on."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class StartupTimes:
-    """Phases: import, load, build (probes, KV cache), compile, capture, calibrate."""
+    """Phases: import, load, build (probes, KV cache), exact, compile, capture, calibrate."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -22,6 +22,10 @@ class StartupTimes:
 
     def add(self, phase: str, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+
+    def add_all(self, other: "StartupTimes") -> None:
+        for phase, seconds in other._seconds.items():
+            self.add(phase, seconds)
 
     def as_dict(self) -> dict[str, float]:
         return {phase: round(seconds, 2) for phase, seconds in self._seconds.items()}

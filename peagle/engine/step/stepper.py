@@ -24,7 +24,7 @@ from peagle.engine.model.exactness import pad_rows
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.mixture import find_router
 from peagle.engine.model.paged_limits import check_paged_context
-from peagle.engine.model.verifier import build_verifier
+from peagle.engine.model.verifier import Passes, build_verifier
 from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.engine.ngram.policy import DEFAULT_MIN_MATCH
 from peagle.engine.sampling.batch_sampling import BatchSampling
@@ -48,11 +48,18 @@ from peagle.target.gguf.modules import StoredLinear
 
 
 class Stepper:
-    def __init__(self, target: Target, drafter: Drafter | None, size: StepperSize) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        size: StepperSize,
+        passes: Passes | None = None,
+    ) -> None:
+        """`passes`: see `build_verifier`."""
         self.target = target
         check_paged_context(target, size.context)
         max_length = size.context + size.max_shape.nodes + 1
-        self.verifier = build_verifier(target, max_length)
+        self.verifier = build_verifier(target, max_length, passes)
         self._quantized_share = 0.0  # Matrices that kernels read in the target's own format.
         if target.format and isinstance(self.verifier, FusedLlamaTarget):
             self._quantized_share = self.verifier.use_codes()

@@ -43,12 +43,8 @@ class VendorRows:
         if not by_shape:
             return
         counts = sorted(row_counts, reverse=True)
-
-        def multiply_all() -> None:
-            for (_, _, gated), weight in by_shape.items():
-                self._trial(weight, gated, counts[0])
-
-        compile_ahead(multiply_all, next(iter(by_shape.values())).device)
+        device = next(iter(by_shape.values())).device
+        compile_ahead(lambda: self.launch_trials(weights, counts[0]), device)
         for (n, k, gated), weight in by_shape.items():
             x, expected = self._trial(weight, gated, counts[0])
             self._proven[n, k, gated] = [
@@ -57,6 +53,11 @@ class VendorRows:
                 if count <= len(x)
                 and has_equal_bits(x[:count], weight, gated, expected[..., :count, :])
             ]
+
+    def launch_trials(self, weights: Sequence[tuple[Tensor, bool]], max_rows: int) -> None:
+        """Launch the kernels of gemm.py that `prove` launches."""
+        for weight, gated in {(*x.shape, gated): (x, gated) for x, gated in weights}.values():
+            self._trial(weight, gated, max_rows)
 
     def _trial(self, weight: Tensor, gated: bool, max_rows: int) -> tuple[Tensor, Tensor]:
         """Random rows, and their product by gemm.py, split as by the library."""

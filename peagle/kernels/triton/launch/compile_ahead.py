@@ -8,6 +8,9 @@ cache on disk. Compiling releases the interpreter lock for most of its time.
     threads             compile a | compile b | ...
     the real passes     read a and b from the cache
 
+A pass that comes later may start its compilations earlier (`wait=False`): probes and steps then
+share the threads, instead of waiting for each other's slowest kernel.
+
 A later start reads them from the cache at once. So that it need not run passes dry to find that
 out, a file in the cache says for what kernels were compiled (compiled_marker.py).
 
@@ -20,7 +23,9 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,17 +45,23 @@ log = logging.getLogger(__name__)
 MAX_THREADS = 16
 # One thread records at a time: each restores what it has replaced in Triton.
 RECORDING_LOCK = threading.Lock()
+_state = threading.local()
+KernelKey = tuple[str, str, str]  # function, specialization, kind of GPU
 POINTER_ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are not aligned
 
 
 def compile_ahead(
-    work: Callable[[], object], device: torch.device, description: str | None = None
+    work: Callable[[], object],
+    device: torch.device,
+    description: str | None = None,
+    wait: bool = True,
 ) -> None:
     """Compile the kernels that `work` launches on a GPU. Nothing is launched; elsewhere a no-op.
 
     `description`: what the kernels depend on, besides their code and the device. If the cache holds
-    kernels for it, nothing is done. What fails here is done again, and fails, when the kernels are
-    launched.
+    kernels for it, nothing is done. `wait` False: only start the compilations; whoever launches the
+    kernels calls this again before, and with the same description `work` is not run again. What
+    fails here is done again, and fails, when the kernels are launched.
     """
     if triton is None or device.type != "cuda":
         return
@@ -59,23 +70,42 @@ def compile_ahead(
         marker = CompiledMarker(f"{torch.cuda.get_device_name(device)}\n{description}")
         if marker.exists():
             return
-    with KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS)) as compiler:
-        try:
-            with compiler.recording():
-                work()
-        except Exception:
-            log.warning("not all kernels could be compiled ahead", exc_info=True)
-            return
-    if marker is not None:
-        marker.write()
+    compiler = shared_compiler()
+    kernels = compiler.started.get((device, description))
+    complete = True
+    if kernels is None:
+        with compiler.recording() as kernels:
+            complete = run_dry(work, logging.WARNING if wait else logging.DEBUG)
+        if complete and description is not None:
+            compiler.started[device, description] = kernels
+    if wait:
+        wait_for(kernels)
+        if complete and marker is not None:
+            marker.write()
+
+
+def is_dry() -> bool:
+    """Whether launches of this thread only start compilations: work may leave out repetitions."""
+    return getattr(_state, "is_dry", False)
+
+
+def run_dry(work: Callable[[], object], level: int) -> bool:
+    """Returns False, and logs it, if the work fails."""
+    try:
+        work()
+        return True
+    except Exception:
+        log.log(level, "not all kernels could be compiled ahead", exc_info=True)
+        return False
 
 
 class KernelCompiler:
     """Threads that compile the kernels launched while recording; leaving it waits for them."""
 
     def __init__(self, threads: int) -> None:
-        self.kernels: dict[tuple[str, str], Future[None]] = {}  # (function, specialization)
-        self._launches = set[Hashable]()  # What `launch_key` says of those seen.
+        self.kernels: dict[KernelKey, Future[None]] = {}
+        # By device and description: the kernels of passes that were run dry.
+        self.started: dict[tuple[torch.device, str | None], list[Future[None]]] = {}
         self._executor = ThreadPoolExecutor(threads, "peagle-compile")
 
     def __enter__(self) -> "KernelCompiler":
@@ -85,14 +115,28 @@ class KernelCompiler:
         self._executor.shutdown()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Launches of this thread only start compilations; those of other threads are launches."""
-        with RECORDING_LOCK, self._replaced_launches(), torch.inference_mode(), ZeroedMemory():
-            yield
+    def recording(self) -> Iterator[list[Future[None]]]:
+        """Launches of this thread only start compilations; those of other threads are launches.
+
+        Yields the compilations of kernels that the launches need, also those started before.
+        """
+        kernels: list[Future[None]] = []
+        with (
+            RECORDING_LOCK,
+            self._replaced_launches(kernels),
+            torch.inference_mode(),
+            ZeroedMemory(),
+        ):
+            _state.is_dry = True
+            try:
+                yield kernels
+            finally:
+                _state.is_dry = False
 
     @contextmanager
-    def _replaced_launches(self) -> Iterator[None]:
+    def _replaced_launches(self, kernels: list[Future[None]]) -> Iterator[None]:
         thread = threading.get_ident()
+        launches = set[Hashable]()  # What `launch_key` says of those seen.
         launch = JITFunction.run
         other_hook = triton.knobs.runtime.jit_cache_hook
 
@@ -100,14 +144,14 @@ class KernelCompiler:
             if threading.get_ident() != thread:
                 return launch(function, *args, grid=grid, warmup=warmup, **options)
             key = launch_key(function, args, options)
-            if key in self._launches:  # The layers of a model repeat each other's launches.
+            if key in launches:  # The layers of a model repeat each other's launches.
                 return None
-            self._launches.add(key)
+            launches.add(key)
             return launch(function, *args, grid=grid, warmup=True, **options)
 
         def before_compiling(**details: Any) -> bool:
             if threading.get_ident() == thread:
-                self._submit(details["fn"].jit_function, details["compile"])
+                kernels.append(self._submit(details["fn"].jit_function, details["compile"]))
                 return True  # Triton leaves the kernel alone.
             return bool(other_hook and other_hook(**details))
 
@@ -119,11 +163,12 @@ class KernelCompiler:
             JITFunction.run = launch
             triton.knobs.runtime.jit_cache_hook = other_hook
 
-    def _submit(self, function: Any, details: dict[str, Any]) -> None:
+    def _submit(self, function: Any, details: dict[str, Any]) -> Future[None]:
         specialization = details["specialization_data"]
-        key = (f"{function.__module__}.{function.__name__}", specialization)
+        target = triton.runtime.driver.active.get_current_target()
+        key = (f"{function.__module__}.{function.__name__}", specialization, str(target))
         if key in self.kernels:
-            return
+            return self.kernels[key]
         source = ASTSource(
             function, details["signature"], details["constants"], details["configs"][0]
         )
@@ -131,8 +176,14 @@ class KernelCompiler:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in json.loads(specialization)["options"].items()
         }
-        target = triton.runtime.driver.active.get_current_target()
         self.kernels[key] = self._executor.submit(compile_kernel, source, target, options)
+        return self.kernels[key]
+
+
+@cache
+def shared_compiler() -> KernelCompiler:
+    """One for all engines of a process, whose threads wait when nothing is to be compiled."""
+    return KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS))
 
 
 def launch_key(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Hashable:

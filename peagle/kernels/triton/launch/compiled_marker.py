@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,15 +15,22 @@ except ImportError:  # without Triton there is nothing to compile
 KERNELS = Path(__file__).parents[1]
 
 
+@cache
+def sources_digest() -> bytes:
+    """Of the kernels' source and the compiler."""
+    digest = hashlib.sha256(f"{torch.__version__} {triton.__version__}".encode())
+    for file in sorted(KERNELS.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.digest()
+
+
 class CompiledMarker:
     """It lies in the cache itself, and is lost with it."""
 
     def __init__(self, description: str) -> None:
         """`description`: what the kernels depend on, besides their source and the compiler."""
         digest = hashlib.sha256(description.encode())
-        digest.update(f"{torch.__version__} {triton.__version__}".encode())
-        for file in sorted(KERNELS.rglob("*.py")):
-            digest.update(file.read_bytes())
+        digest.update(sources_digest())
         folder = Path(triton.knobs.cache.dir)
         self.path = folder / f"peagle-{digest.hexdigest()[:32]}"
 
