@@ -226,6 +226,7 @@ def test_a_front_is_killed(server: LiveServer) -> None:
 def test_the_engine_is_killed(server: LiveServer) -> None:
     control(server, "slow 0.03")
     streams = spread(server)
+    tokens = metric(server, "vllm:generation_tokens_total")
     os.kill(engine_pid(server), signal.SIGKILL)
     control(server, "")
     assert streams.join() == ["error"] * 8
@@ -233,7 +234,7 @@ def test_the_engine_is_killed(server: LiveServer) -> None:
     wait_for(lambda: both_answer(server))
     for _ in range(6):
         assert metric(server, "peagle:engine_restarts_total") == 1
-        assert metric(server, "vllm:generation_tokens_total") > 100
+        assert metric(server, "vllm:generation_tokens_total") >= tokens > 0
 
 
 def test_sigterm(server: LiveServer) -> None:
