@@ -13,7 +13,7 @@ from peagle.server.http.backend import Backend
 from peagle.server.http.connections import Connections, connection_limit, raise_descriptor_limit
 from peagle.server.http.header_limit import server_protocol
 from peagle.server.http.logs import log_event
-from peagle.server.http.shared_listener import SharedListener
+from peagle.server.http_workers.shared_listener import SharedListener
 from peagle.server.listener import LISTEN_BACKLOG
 
 KEEP_ALIVE_SECONDS = 30

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from peagle.server.http import shared_listener
-from peagle.server.http.shared_listener import SharedListener
+from peagle.server.http_workers import shared_listener
+from peagle.server.http_workers.shared_listener import SharedListener
 from peagle.server.listener import listen
 
 BURST = 48
