@@ -13,8 +13,8 @@ from peagle.server.http.backend import Backend
 from peagle.server.http.connections import Connections, connection_limit, raise_descriptor_limit
 from peagle.server.http.header_limit import server_protocol
 from peagle.server.http.logs import log_event
-from peagle.server.http_workers.shared_listener import SharedListener
 from peagle.server.listener import LISTEN_BACKLOG
+from peagle.server.shared_listener import SharedListener
 
 KEEP_ALIVE_SECONDS = 30
 SWEEP_TICKS = 5  # of a tenth of a second, between two checks of all connections

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from peagle.server.http_workers import shared_listener
-from peagle.server.http_workers.shared_listener import SharedListener
+from peagle.server import shared_listener
 from peagle.server.listener import listen
+from peagle.server.shared_listener import SharedListener
 
 BURST = 48
 
