@@ -19,9 +19,14 @@ gc.disable()  # What imports create lives as long as the run.
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector skip the modules: it would visit each of their objects."""
+    """Let the garbage collector skip the modules: it would visit each of their objects.
+
+    They stay frozen when an engine of a test freezes live objects (peagle/engine/gc_tuning.py).
+    Nothing else is frozen: objects of other tests could not be collected.
+    """
     gc.freeze()
     gc.enable()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @pytest.fixture(scope="session", autouse=True)
