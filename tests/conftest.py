@@ -19,24 +19,13 @@ torch.set_num_threads(1)
 gc.disable()  # What imports create lives as long as the run.
 
 
-# A worker takes one file after another. Files whose tests wait for processes are spread over the
-# run, so that other workers use the time; short ones come last, so that all workers end together.
-WAITING = {"learn", "pull", "server"}
-SHORT = {"catalog", "cost", "data", "deploy", "doctor", "export", "report", "results"}
+# A worker takes one file after another. Short files come last, so that all workers end together.
+SHORT_FILES = {"catalog", "cost", "data", "deploy", "doctor", "export", "report", "results"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
-    groups: dict[str, dict[Path, None]] = {"waiting": {}, "other": {}, "short": {}}
-    for item in items:
-        folder = item.path.relative_to(root).parts[0]
-        group = "waiting" if folder in WAITING else "short" if folder in SHORT else "other"
-        groups[group][item.path] = None
-    places: dict[Path, float] = {}  # 0 to 1; short files behind that
-    for group, files in groups.items():
-        for i, file in enumerate(files):
-            places[file] = i / len(files) + (1 if group == "short" else 0)
-    items.sort(key=lambda item: places[item.path])
+    items.sort(key=lambda item: item.path.relative_to(root).parts[0] in SHORT_FILES)
 
 
 def pytest_collection_finish() -> None:
