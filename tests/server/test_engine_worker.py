@@ -58,9 +58,9 @@ def started() -> Iterator[tuple[EngineWorker, RawFront]]:
     address = f"inproc://engine-worker-{next(NUMBERS)}"
     pool = EnginePool(replace(SETTINGS, pair="tiny"), tiny_pair)
     worker = EngineWorker(pool, address)
-    pool.start()
     front = RawFront(address)
     front.send(FrontBatch())
+    pool.start()
     front.receive_until(lambda batch: batch.status and batch.status.target)
     try:
         yield worker, front
@@ -75,6 +75,14 @@ def slow_down(worker: EngineWorker, seconds: float) -> None:
     assert main is not None
     run = main.engine.loop.run
     main.engine.loop.run = lambda: time.sleep(seconds) or run()  # type: ignore
+
+
+def test_a_front_learns_at_once_that_the_engine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets a status before the pair is loaded, and does not wait for the next regular one."""
+    monkeypatch.setattr(engine_worker, "STATUS_SECONDS", 3600.0)
+    with started() as (_, front):
+        front.send(FrontBatch(wants_status=True))
+        assert front.receive().status
 
 
 def test_a_long_step_does_not_make_fronts_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.web_server import Server
+from tests.support import clients
 from tests.support.serving import (
     HELLO,
     all_idle,
@@ -51,7 +51,7 @@ def wait_free(front: EngineBackend) -> None:
 
 def test_openai_client(live: tuple[EngineBackend, str]) -> None:
     front, url = live
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+    client = clients.openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
     body: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0}
     whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=2, n=2)
@@ -72,14 +72,14 @@ def test_openai_client(live: tuple[EngineBackend, str]) -> None:
 
 def test_openai_client_errors(live: tuple[EngineBackend, str]) -> None:
     front, url = live
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
-    with pytest.raises(openai.BadRequestError, match="temperature"):
+    client = clients.openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+    with pytest.raises(clients.openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)
-    with pytest.raises(openai.NotFoundError, match="no model"):
+    with pytest.raises(clients.openai.NotFoundError, match="no model"):
         client.chat.completions.create(model="other", messages=HELLO)
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{url}/v1", api_key="no", max_retries=0).models.list()
-    with pytest.raises(openai.BadRequestError, match="context"):
+    with pytest.raises(clients.openai.AuthenticationError):
+        clients.openai.OpenAI(base_url=f"{url}/v1", api_key="no", max_retries=0).models.list()
+    with pytest.raises(clients.openai.BadRequestError, match="context"):
         client.completions.create(model="tiny", prompt="w6 " * 400)
     wait_free(front)
 
@@ -88,7 +88,7 @@ def test_openai_async_client(live: tuple[EngineBackend, str]) -> None:
     front, url = live
 
     async def main() -> None:
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+        client = clients.openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
 
         async def ask(i: int) -> str:
             body: Any = {

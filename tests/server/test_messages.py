@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import anthropic
 import httpx
 import jsonschema
 import pytest
-from anthropic.types.shared import ErrorResponse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peagle.loaded import LoadedPair
+from tests.support import clients
 from tests.support.api_events import event_types, message_events
 from tests.support.junk import JUNK, mostly
 from tests.support.serving import WORDS, make_backend, paused, running, slowed, tiny_pair, until
@@ -44,9 +43,9 @@ def tool_url() -> Iterator[str]:
         yield url
 
 
-def client_of(url: str, **fields: Any) -> anthropic.Anthropic:
+def client_of(url: str, **fields: Any) -> Any:
     fields = fields or {"api_key": "secret"}
-    return anthropic.Anthropic(base_url=url, max_retries=0, **fields)
+    return clients.anthropic.Anthropic(base_url=url, max_retries=0, **fields)
 
 
 def post(url: str, path: str = PATH, **body: Any) -> httpx.Response:
@@ -216,7 +215,7 @@ def check_error(reply: httpx.Response, status: int, error_type: str) -> str:
     body = reply.json()
     assert body["error"]["type"] == error_type
     if error_type != "request_too_large":  # The client has no type of its own for it.
-        ErrorResponse.model_validate(body)
+        clients.anthropic.types.shared.ErrorResponse.model_validate(body)
     return body["error"]["message"]  # type: ignore[no-any-return]
 
 
@@ -249,7 +248,7 @@ def test_refused(url: str, body: dict[str, Any], words: str) -> None:
 
 
 def test_errors_have_anthropics_layout(url: str) -> None:
-    with pytest.raises(anthropic.AuthenticationError, match="wrong"):
+    with pytest.raises(clients.anthropic.AuthenticationError, match="wrong"):
         client_of(url, api_key="other").messages.create(model="tiny", **TEXT)
     by_token = client_of(url, auth_token="secret", api_key=None)
     assert by_token.messages.create(model="tiny", **TEXT).content
@@ -296,7 +295,7 @@ def test_an_answer_that_fails_midway() -> None:
         assert events[-1]["error"]["type"] == "timeout_error"
         client = client_of(url)
         with (
-            pytest.raises(anthropic.APIStatusError, match="not complete"),
+            pytest.raises(clients.anthropic.APIStatusError, match="not complete"),
             client.messages.stream(model="tiny", **body, extra_body=GREEDY) as stream,
         ):
             list(stream)

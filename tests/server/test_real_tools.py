@@ -7,19 +7,19 @@ import json
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
 from benchmarks.tool_calls import SCHEMAS, TOOLS
 from peagle import load
 from peagle.catalog import DEFAULT_PAIR
+from tests.support import clients
 from tests.support.serving import make_backend, running
 
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Lima, in celsius?"}]
 NAMED = {"type": "function", "function": {"name": "create_event"}}
 
 
-def call_of(client: openai.OpenAI, method: str, tool_choice: Any) -> tuple[str, str]:
+def call_of(client: Any, method: str, tool_choice: Any) -> tuple[str, str]:
     """The name and the arguments of the one call of a streamed answer."""
     stream = client.chat.completions.create(
         model=DEFAULT_PAIR,
@@ -48,7 +48,7 @@ def call_of(client: openai.OpenAI, method: str, tool_choice: Any) -> tuple[str, 
 def test_forced_calls_follow_their_schema(tool_choice: Any, chosen: set[str]) -> None:
     backend = make_backend(load, pair=DEFAULT_PAIR, k="auto", kv_tokens=8192)
     with running(backend) as (_, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        client = clients.openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         name, arguments = call_of(client, "p-eagle", tool_choice)
         assert call_of(client, "none", tool_choice) == (name, arguments)
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import jsonschema
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from peagle.server.http.errors import ApiError
 from peagle.server.responses import shared_response_store
 from peagle.server.responses.response_store import ResponseStore, StoredResponse
 from peagle.server.responses.shared_response_store import PATH_VARIABLE, SharedResponseStore
+from tests.support import clients
 from tests.support.api_events import event_types, response_events
 from tests.support.junk import mostly
 from tests.support.serving import WORDS, make_backend, running, slowed
@@ -57,8 +57,8 @@ def tool_url() -> Iterator[str]:
         yield url
 
 
-def client_of(url: str, key: str = "one") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+def client_of(url: str, key: str = "one") -> Any:
+    return clients.openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
 def post(url: str, key: str = "one", **body: Any) -> httpx.Response:
@@ -247,16 +247,16 @@ def test_previous_responses(url: str) -> None:
 
     other = client_of(url, "two")
     for stranger, salt in ((other, {}), (client, {"cache_salt": "mine"})):
-        with pytest.raises(openai.NotFoundError, match="this API key and cache_salt"):
+        with pytest.raises(clients.openai.NotFoundError, match="this API key and cache_salt"):
             stranger.responses.create(
                 model="tiny", input="w7", previous_response_id=first.id, extra_body=salt
             )
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(clients.openai.NotFoundError):
             stranger.responses.retrieve(first.id, extra_query=salt)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(clients.openai.NotFoundError):
             stranger.responses.delete(first.id, extra_query=salt)
     client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(clients.openai.NotFoundError):
         client.responses.retrieve(first.id)
     assert client.responses.retrieve(second.id).id == second.id
     unstored = post(url, **TEXT, store=False).json()
@@ -406,7 +406,7 @@ def test_an_answer_that_fails_midway() -> None:
     with running(backend) as (_, url), slowed(backend, 0.4):
         events = response_events(post(url, **TEXT | {"max_output_tokens": 64}, stream=True))
         client = client_of(url)
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(clients.openai.InternalServerError):
             client.responses.create(model="tiny", input=WORDS, max_output_tokens=64, temperature=0)
     error, failed = events[-2:]
     assert error["type"] == "error" and "not complete" in error["message"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import jsonschema
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peagle.server.front.engine_backend import EngineBackend
+from tests.support import clients
 from tests.support.serving import CHAT, all_idle, make_backend, running, until
 from tests.support.tool_pair import SCHEMAS, TOOLS, tool_pair
 
@@ -35,8 +35,8 @@ def live() -> Iterator[tuple[EngineBackend, str]]:
         asyncio.run(until(lambda: all_idle(backend)))
 
 
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
+def client_of(url: str) -> Any:
+    return clients.openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)
 
 
 def test_openai_client(live: tuple[EngineBackend, str]) -> None:
@@ -66,7 +66,7 @@ def test_openai_client(live: tuple[EngineBackend, str]) -> None:
 
 def test_openai_client_errors(live: tuple[EngineBackend, str]) -> None:
     client = client_of(live[1])
-    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+    with pytest.raises(clients.openai.BadRequestError, match="tool_choice"):
         client.chat.completions.create(model="tiny", messages=MESSAGES, tool_choice="required")
 
 

@@ -5,9 +5,9 @@ from functools import cache
 from typing import Any, get_args
 
 import httpx
-from anthropic.types import RawMessageStreamEvent
-from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel
+
+from tests.support import clients
 
 
 @cache
@@ -33,7 +33,7 @@ def typed_events(text: str) -> list[dict[str, Any]]:
 def response_events(reply: httpx.Response) -> list[dict[str, Any]]:
     """The events of a streamed response, in the order of their numbers."""
     events = typed_events(reply.text)
-    models = event_models(ResponseStreamEvent)
+    models = event_models(clients.openai.types.responses.ResponseStreamEvent)
     for number, event in enumerate(events):
         assert event["sequence_number"] == number
         models[event["type"]].model_validate(event)
@@ -43,7 +43,7 @@ def response_events(reply: httpx.Response) -> list[dict[str, Any]]:
 def message_events(reply: httpx.Response) -> list[dict[str, Any]]:
     """The events of a streamed message, without pings and errors, which have no type."""
     events = typed_events(reply.text)
-    models = event_models(RawMessageStreamEvent)
+    models = event_models(clients.anthropic.types.RawMessageStreamEvent)
     for event in events:
         if event["type"] not in ("ping", "error"):
             models[event["type"]].model_validate(event)

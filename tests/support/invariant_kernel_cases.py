@@ -36,6 +36,11 @@ PLANS = [
 ]
 
 
+def plans_on(device: str) -> list[AttentionPlan]:
+    """In the interpreter every second plan: each size of a block, parallel splits and others."""
+    return PLANS if device == "cuda" else PLANS[::2]
+
+
 @contextmanager
 def chained_products() -> Iterator[None]:
     """Let the interpreter add the products of a dot 16 at once, and round behind each 16."""
@@ -170,7 +175,7 @@ def check_chains(
     rows = pass_of(table, first, count)
     expected = paged_attention.reference(query, caches[0], caches[1], rows, params)
     with chained_products():
-        results = [attend(query, caches, rows, params, plan) for plan in PLANS]
+        results = [attend(query, caches, rows, params, plan) for plan in plans_on(device)]
         near(results[0], expected, 4)
         assert all(torch.equal(result, results[0]) for result in results)
         for i in (0, 7, count - 1):
@@ -200,7 +205,7 @@ def check_trees(
     unknown_depth = replace(rows, _cache={})
     rows.tree_depth = max(depths)
     with chained_products():
-        results = [attend(query, caches, rows, params, plan) for plan in PLANS]
+        results = [attend(query, caches, rows, params, plan) for plan in plans_on(device)]
         results.append(attend(query, caches, unknown_depth, params, PLANS[1]))
         tiles = [PLANS[0]._replace(block_rows=8, tail_lanes=lanes) for lanes in (16, 32)]
         results += [attend(query, caches, rows, params, plan) for plan in tiles]
@@ -268,7 +273,7 @@ def check_rows_behind_the_pages(device: str, dtype: torch.dtype) -> None:
     rows = pass_of(table, first, count)
     params = AttentionParams(d**-0.5, 3)
     with chained_products():
-        results = [attend(query, caches, rows, params, plan) for plan in PLANS]
+        results = [attend(query, caches, rows, params, plan) for plan in plans_on(device)]
     assert all(torch.equal(result[:3], results[0][:3]) for result in results)
     assert all(result.isfinite().all() for result in results)
 

@@ -18,7 +18,12 @@ from triton.runtime import interpreter
 
 from peagle.kernels.attention_params import AttentionHeads, AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.attention import paged_attention, rope_store, rotated_attention
+from peagle.kernels.triton.attention import (
+    attention_plan,
+    paged_attention,
+    rope_store,
+    rotated_attention,
+)
 from peagle.kernels.triton.batch_invariant import paged_attention as invariant
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
 from tests.support.comparing import near, some
@@ -183,7 +188,20 @@ def assert_same(
 def check_rotated(
     shape: Shape, firsts: list[int], counts: list[int], device: str, dtype: torch.dtype
 ) -> None:
-    """Against the reference, and against separate kernels: the same bits."""
+    """Against the reference, and against separate kernels: the same bits.
+
+    In the interpreter, three splits have as many programs that store as eight.
+    """
+    if device == "cpu":
+        with patch.object(attention_plan, "MAX_SPLITS", 3):
+            check_bits(shape, firsts, counts, device, dtype)
+    else:
+        check_bits(shape, firsts, counts, device, dtype)
+
+
+def check_bits(
+    shape: Shape, firsts: list[int], counts: list[int], device: str, dtype: torch.dtype
+) -> None:
     whole = Layer.create(shape, firsts, counts, device, dtype)
     partial_sums = some(3, *whole.qkv.shape).to(device)
     for layer in (whole, replace(whole, qkv=partial_sums)):
@@ -224,7 +242,9 @@ def check_exact(
             layer = replace(layer, qkv=qkv, params=params)
             expected = layer.run(separate)
             assert_same(expected, layer.run(rotated_attention.reference), 8)
-            for plan in EXACT_PLANS:
+            # In the interpreter, one plan shows that partial sums are added alike.
+            plans = EXACT_PLANS[:1] if device == "cpu" and qkv is partial_sums else EXACT_PLANS
+            for plan in plans:
                 with patch.object(invariant, "plan_pass", return_value=plan):
                     assert_same(layer.run(rotated_attention.rotated_attention), expected, None)
 
@@ -284,7 +304,7 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     "rotated attention, half precision": check_half_precision,
     "rotated attention, spread positions": check_spread_positions,
     "rotated attention, support": check_support,
-    "exact rotated attention": partial(check_exact, Shape(6, 2, 16, 16), *RAGGED),
+    "exact rotated attention": partial(check_exact, Shape(3, 1, 16, 16), *RAGGED),
     "exact rotated attention, sinks, window, partial": partial(
         check_exact, Shape(4, 1, 24, 10, window=20, sinks=True), [61], [9]
     ),

@@ -38,6 +38,7 @@ def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     _patch_once_per_launch(monkeypatch, interpreter)
     _skip_overflow_checks(monkeypatch, interpreter)
     _build_numpy_types_once(monkeypatch, interpreter)
+    _build_block_types_once(monkeypatch, interpreter.tl.core)
 
 
 def _skip_overflow_checks(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
@@ -56,6 +57,33 @@ def _build_numpy_types_once(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -
         return get_numpy_type(dtype) if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
 
     monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)
+
+
+def _build_block_types_once(monkeypatch: pytest.MonkeyPatch, core: Any) -> None:
+    """Build the fields of a block type, and the shape of its tensors, once per type."""
+    build_type = core.block_type.__init__
+    build_tensor = core.tensor.__init__
+    known: dict[tuple[int, ...], dict[str, Any]] = {}  # The fields keep the element type alive.
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = (size.value if isinstance(size, core.constexpr) else size for size in shape)
+        key = (id(element_ty), *sizes)
+        if key not in known:
+            build_type(self, element_ty, shape)
+            tensor = core.tensor.__new__(core.tensor)
+            build_tensor(tensor, None, self)
+            known[key] = vars(self) | {"tensor_fields": vars(tensor)}
+        vars(self).update(known[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        fields = vars(type).get("tensor_fields")
+        if fields is None:
+            build_tensor(self, handle, type)
+        else:
+            vars(self).update(fields, handle=handle, type=type)
+
+    monkeypatch.setattr(core.block_type, "__init__", init_type)
+    monkeypatch.setattr(core.tensor, "__init__", init_tensor)
 
 
 def _patch_once_per_launch(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:

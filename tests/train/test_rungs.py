@@ -351,8 +351,10 @@ def bigrams(path: Path) -> Path:
     return path
 
 
-def learned(folder: Path, name: str, **changes: Any) -> tuple[Trainer, np.ndarray, float]:
-    """(the run, its last losses per depth, its acceptance length)"""
+Learned = tuple[Trainer, np.ndarray, float]  # a run, its last losses per depth, acceptance length
+
+
+def learned(folder: Path, name: str, **changes: Any) -> Learned:
     target = make_target()
     settings = {
         "steps": 60,
@@ -371,9 +373,14 @@ def learned(folder: Path, name: str, **changes: Any) -> tuple[Trainer, np.ndarra
     return trainer, losses, entries[-1]["acceptance_length"]
 
 
-def test_a_dependency_learns_what_rows_cannot_know(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def learned_plain(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    return learned(tmp_path_factory.mktemp("bigrams"), "plain")
+
+
+def test_a_dependency_learns_what_rows_cannot_know(learned_plain: Learned, tmp_path: Path) -> None:
     """With the drafter, and on top of the finished one, which stays as it is."""
-    plain, losses, length = learned(tmp_path, "plain")
+    plain, losses, length = learned_plain
     _, with_it, longer = learned(tmp_path, "together", dependency=8)
     assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
     folder = shutil.copytree(plain.out / "drafter", tmp_path / "finished")
@@ -386,9 +393,11 @@ def test_a_dependency_learns_what_rows_cannot_know(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_refinement_learns_what_rows_cannot_know(passes: int, tmp_path: Path) -> None:
+def test_a_refinement_learns_what_rows_cannot_know(
+    learned_plain: Learned, passes: int, tmp_path: Path
+) -> None:
     """With the drafter, whose own rows stay good, and on top of the finished one."""
-    plain, losses, length = learned(tmp_path, "plain")
+    plain, losses, length = learned_plain
     together, with_it, longer = learned(tmp_path, "together", refinement=passes)
     assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
     first_pass = copy.copy(together.drafter)

@@ -43,6 +43,8 @@ class EnginePool:
         self.status_counts = StatusCounts()
         # Called on the driver's thread: the pair is loaded, and its engine is built next.
         self.on_loaded: Callable[[LoadedPair], None] = lambda pair: None
+        # Called on the driver's thread: the main engine takes requests.
+        self.on_ready: Callable[[], None] = lambda: None
         # Called on the driver's thread: the pair cannot be served.
         self.on_load_failure: Callable[[str], None] = lambda reason: None
         # Called on the driver's thread: the main engine or the device failed.
@@ -115,6 +117,7 @@ class EnginePool:
             context=engine.context,
             weights=engine.weights,
         )
+        self.on_ready()
 
     # --- failures, on the driver's thread ---------------------------------------------------------
 

@@ -54,6 +54,7 @@ class EngineWorker:
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.bind(address)
         pool.driver.attach(SocketEvent(self._socket), self.run_round)
+        pool.on_ready = self._report_status
         pool.on_load_failure = self._report_failure
         pool.on_main_failure = self.end_process
 
@@ -88,9 +89,13 @@ class EngineWorker:
             self.learning.close()
         self._socket.close()
 
+    def _report_status(self) -> None:
+        """Let the next round send the status, which the fronts wait for."""
+        self._next_status = 0.0
+
     def _report_failure(self, reason: str) -> None:
         self.failure = reason
-        self._next_status = 0.0
+        self._report_status()
 
     def _receive_all(self, now: float) -> None:
         while True:

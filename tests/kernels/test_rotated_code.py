@@ -1,7 +1,10 @@
-"""The products of a rotation are rounded before they are added, in every kernel that rotates.
+"""What the compiler makes of kernels that rotate; they are compiled for a GPU that does not exist.
 
-If a compiler fuses one of them with the sum, keys have other bits in rope_store than in attention
-that rotates its rows. The kernels are compiled for a GPU that does not exist.
+The products of a rotation are rounded before they are added. If a compiler fuses one of them with
+the sum, keys have other bits in rope_store than in attention that rotates its rows.
+
+Rotated attention reads new keys behind a barrier, and angles before it waits for its inputs, which
+the interpreter does not show.
 """
 
 import json
@@ -37,6 +40,10 @@ def products():
     # The type of each fma instruction, and what it adds.
     text = compiled.kernels.pop().asm["ptx"]
     return re.findall(r"fma\\.rn\\.(\\w+)\\s.*, (\\S+);", text)
+
+def instructions():
+    names = "griddepcontrol.wait|ld.global|st.global|bar.sync|cp.async.cg"
+    return re.findall(names, compiled.kernels.pop().asm["ptx"])
 """
 
 
@@ -65,3 +72,16 @@ def test_rotated_attention(server: ScriptServer, exact: bool, partial_sums: bool
     found = products_of(server, f"attend({exact}, {partial_sums})")
     assert ["f32", "0f00000000"] in found
     assert all(dtype == "f32" for dtype, _ in found)  # A fused sum of a softmax is in float32, too.
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_new_keys_are_stored_before_keys_are_read(server: ScriptServer, exact: bool) -> None:
+    output = server.run(f"attend({exact}, True)\nprint(json.dumps(instructions()))")
+    names: list[str] = json.loads(output.splitlines()[-1])
+    wait, first_key = names.index("griddepcontrol.wait"), names.index("cp.async.cg")
+    stores = [i for i, name in enumerate(names[:first_key]) if name == "st.global"]
+    barriers = [i for i, name in enumerate(names[:first_key]) if name == "bar.sync"]
+    assert len(stores) == 2 and wait < stores[0]  # a key and a value
+    assert stores[-1] < barriers[-1]
+    early_loads = names[:wait].count("ld.global")
+    assert early_loads > 3 + 2  # request, positions of queries and keys, and behind them angles
