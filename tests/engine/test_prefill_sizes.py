@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.model.mixture import find_router
@@ -98,3 +99,13 @@ def test_a_row_is_multiplied_with_its_own_experts(name: str) -> None:
     assert row_weight_count(layers) == shared + experts * top_k // num_experts
     dense = tiny_pair().target.layers
     assert row_weight_count(dense) == weight_count(dense)
+
+
+def test_routers_of_another_kind_count_all_experts() -> None:
+    """Those of AFMoE, LongCat-Flash and Zaya have their weights in modules of their own."""
+    mixture = torch.nn.Module()
+    mixture.router = torch.nn.Module()
+    mixture.router.top_k = 1  # type: ignore[assignment]
+    mixture.router.classifier = torch.nn.Linear(8, 4)
+    mixture.experts = torch.nn.Linear(8, 16)
+    assert row_weight_count(mixture) == weight_count(mixture)

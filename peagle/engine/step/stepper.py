@@ -390,14 +390,18 @@ class Stepper:
 
 
 def row_weight_count(layers: nn.Module) -> int:
-    """The number of weights that one row is multiplied with: of experts, those of its top k."""
+    """The number of weights that one row is multiplied with: of experts, those of its top k.
+
+    Experts whose router is built otherwise, as some of transformers are, all count.
+    """
     total = weight_count(layers)
     mlp: Any
     for mlp in layers.modules():
         router = find_router(mlp)
         top_k = getattr(router, "top_k", None)
-        if isinstance(top_k, int):
-            idle_share = 1 - top_k / len(router.weight)
+        weight = getattr(router, "weight", None)  # [experts, d]
+        if isinstance(top_k, int) and weight is not None:
+            idle_share = 1 - top_k / len(weight)
             total -= round(weight_count(mlp.experts) * idle_share)
     return total
 
