@@ -11,6 +11,7 @@ from peagle.engine import Engine, EngineConfig
 from peagle.engine.model.mixture import find_router
 from peagle.engine.schedule.prefill_layout import PrefillSize
 from peagle.engine.step.graphs import Graphs
+from peagle.engine.step.prefill_sizes import PrefillSizer
 from peagle.engine.step.stepper import row_weight_count, weight_count
 from tests.support.benching import tiny_pair
 from tests.support.mixtures import make_mixture
@@ -87,6 +88,37 @@ def test_the_smallest_captured_size_is_chosen() -> None:
         assert prefill.captured_size(too_large, shape) == too_large
         other_masks = PrefillSize(64, 1, 3, 64)
         assert prefill.captured_size(other_masks, shape) == other_masks
+
+
+def test_a_size_that_would_be_mostly_padding_is_captured() -> None:
+    """After one prompt of 1,500 tokens, those of 600 get a graph of their own."""
+    sizer = PrefillSizer(None, weights=4_000_000_000)
+    assert sizer.max_graph_rows == 1536
+    sizes = {rows: PrefillSize(rows, 1, 0, rows) for rows in (16, 64, 128, 768, 1536)}
+    assert not sizer.is_padded_cheaply(sizes[768], sizes[1536])
+    assert not sizer.is_padded_cheaply(sizes[16], sizes[128])
+    assert sizer.is_padded_cheaply(sizes[16], sizes[64])
+    assert sizer.is_padded_cheaply(sizes[1536], sizes[1536])
+    small = PrefillSizer(None, weights=100_000_000)
+    assert small.is_padded_cheaply(sizes[16], sizes[1536])
+
+
+def test_no_memory_for_the_graphs_of_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill runs without them, and later ones do not try again."""
+    config = EngineConfig(method="p-eagle", k=3, max_batch=8, thread=False, prefix_caching=False)
+    with Engine(tiny_pair(), config) as engine:
+        expected = answers(engine)
+        graphs = use_prefill_graphs(monkeypatch, engine)
+        attempts: list[Hashable] = []
+
+        def capture(key: Hashable, work: Callable[[], Any]) -> bool:
+            attempts.append(key)
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(graphs, "capture", capture)
+        assert answers(engine) == expected
+        assert answers(engine) == expected
+        assert len(attempts) == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
