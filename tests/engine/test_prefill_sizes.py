@@ -90,6 +90,18 @@ def test_the_smallest_captured_size_is_chosen() -> None:
         assert prefill.captured_size(other_masks, shape) == other_masks
 
 
+def test_exact_requests_one_by_one_have_prefills_of_their_own_size() -> None:
+    """The rows of a pass change the bits there, so they must not depend on earlier captures."""
+    config = EngineConfig(method="p-eagle", k=3, max_batch=8, thread=False)
+    with Engine(tiny_pair(), config) as engine:
+        prefill = engine.loop.stepper.prefill
+        shape = engine.loop.drafter_shape
+        prefill._captured[shape] = [PrefillSize(256, 4, 2, 256)]
+        engine.loop.stepper.fix_pass_sizes(8)
+        small = PrefillSize(32, 1, 2, 32)
+        assert prefill.captured_size(small, shape) == small
+
+
 def test_a_size_that_would_be_mostly_padding_is_captured() -> None:
     """After one prompt of 1,500 tokens, those of 600 get a graph of their own."""
     sizer = PrefillSizer(None, weights=4_000_000_000)

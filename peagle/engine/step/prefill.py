@@ -69,6 +69,7 @@ class PrefillRunner:
         self.sizer = PrefillSizer(drafter, weights)
         self._input_vectors: dict[PrefillSize, Tensor] = {}  # Graphs read their input from these.
         self._captured: dict[DraftShape, list[PrefillSize]] = {}  # By the shape that they draft.
+        self.has_fixed_sizes = False  # Prefills run in graphs of their own size only.
         self._has_graph_memory = True
 
     @torch.inference_mode()
@@ -222,6 +223,8 @@ class PrefillRunner:
 
     def captured_size(self, size: PrefillSize, draft_shape: DraftShape) -> PrefillSize:
         """The smallest captured size that holds `size` cheaply; `size` itself if there is none."""
+        if self.has_fixed_sizes:
+            return size
         captured = self._captured.get(draft_shape, [])
         fitting = [other for other in captured if self.sizer.is_padded_cheaply(size, other)]
         return min(fitting, key=lambda other: (other.rows, other.requests), default=size)

@@ -124,6 +124,14 @@ class Stepper:
         """Whether the target runs with the kernels of exact mode."""
         return isinstance(self.verifier, FusedLlamaTarget) and self.verifier.batch_invariant
 
+    def fix_pass_sizes(self, row_multiple: int) -> None:
+        """Exact mode without batch-invariant kernels: the rows of a pass change the bits of a row.
+
+        So they must not depend on what was captured before.
+        """
+        self.row_multiple = row_multiple
+        self.prefill.has_fixed_sizes = True
+
     def quantize(self) -> None:
         """Convert the matrices of target and drafter to int8."""
         if not isinstance(self.verifier, FusedLlamaTarget):
