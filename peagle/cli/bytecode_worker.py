@@ -1,4 +1,4 @@
-"""Compile Python files to bytecode in several processes: the program that bytecode.py starts.
+"""Compile Python files to bytecode in several processes; parallel_bytecode.py starts this program.
 
     python -I -S bytecode_worker.py PROCESSES < FILES, one path per line
 

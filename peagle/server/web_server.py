@@ -3,7 +3,6 @@
 import asyncio
 import socket
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
@@ -14,7 +13,6 @@ from peagle.server.http.connections import Connections, connection_limit, raise_
 from peagle.server.http.header_limit import server_protocol
 from peagle.server.http.logs import log_event
 from peagle.server.listener import LISTEN_BACKLOG
-from peagle.server.shared_listener import SharedListener
 
 KEEP_ALIVE_SECONDS = 30
 SWEEP_TICKS = 5  # of a tenth of a second, between two checks of all connections
@@ -26,7 +24,6 @@ class Server(uvicorn.Server):
         descriptors = raise_descriptor_limit()
         max_open = connection_limit(backend.settings, descriptors)
         self.connections = Connections(backend.settings, max_open)
-        self.is_shared = backend.settings.http_workers > 1  # the listening socket
         super().__init__(
             uvicorn.Config(
                 build_app(backend, self.fail),
@@ -43,33 +40,11 @@ class Server(uvicorn.Server):
         )
         self.backend = backend
         self.failure: str | None = None
-        self.listeners: list[SharedListener] = []
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
-        if not self.is_shared:
-            await super().startup(sockets)
-            return
-        await super().startup([])
-        open_connections = self.server_state.connections
-        self.listeners = [
-            SharedListener(listener, self._create_protocol, open_connections)
-            for listener in sockets or ()
-        ]
-
-    def _create_protocol(self) -> asyncio.Protocol:
-        """As uvicorn does."""
-        protocol_class: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = protocol_class(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        return protocol
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in self.listeners:
-            listener.close()
-        await super().shutdown(sockets)
+        await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % SWEEP_TICKS == 0:

@@ -59,6 +59,16 @@ def test_graphs_before_ready(
     assert captured_batches(ready_batch, max_batch) == (before, later)
 
 
+def test_kernels_do_not_depend_on_the_order_of_captures() -> None:
+    """Compilations that start with the engine are those that its warm-up waits for."""
+    backlog = GraphBacklog(fake_stepper(), FixedPolicy(CHAIN), CHAIN, CHAIN, StartupTimes())
+    descriptions = []
+    for ready_batch in (0, 8, None):
+        backlog.fill(32, ready_batch)
+        descriptions.append(backlog.describe())
+    assert len(set(descriptions)) == 1
+
+
 def test_ready_batches_are_sizes_with_graphs() -> None:
     assert ready_batches(6, 64) == (1, 8)
     assert ready_batches(0, 64) == ()

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from peagle.server import shared_listener
+from peagle.server.http_workers import shared_listener
+from peagle.server.http_workers.front_server import FrontServer
+from peagle.server.http_workers.shared_listener import SharedListener
 from peagle.server.listener import listen
-from peagle.server.shared_listener import SharedListener
+from peagle.server.web_server import Server
 
 BURST = 48
 
@@ -75,14 +77,23 @@ def test_a_burst_is_shared() -> None:
     listener.close()
 
 
-def test_accepting_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_listener, "RETRY_SECONDS", 0.01)
+@pytest.mark.parametrize(
+    ("error", "retry_seconds"),
+    [
+        (OSError(errno.EMFILE, "too many open files"), 0.01),
+        (ConnectionAbortedError(errno.ECONNABORTED, "the client has gone"), 3600.0),
+    ],
+)
+def test_accepting_goes_on_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, retry_seconds: float
+) -> None:
+    monkeypatch.setattr(shared_listener, "RETRY_SECONDS", retry_seconds)
     listener = listen("127.0.0.1", 0)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         accept = loop.sock_accept
-        failures = [OSError(errno.EMFILE, "too many open files")] * 2
+        failures = [error] * 2
 
         async def failing(sock: socket.socket) -> Any:
             if failures:
@@ -99,4 +110,49 @@ def test_accepting_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         await close_all(clients, connections)
 
     asyncio.run(run())
+    listener.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EINVAL, "invalid"), RuntimeError("a bug")])
+def test_a_failing_connection_is_closed_and_the_next_one_accepted(error: Exception) -> None:
+    listener = listen("127.0.0.1", 0)
+
+    async def run() -> None:
+        connections: list[asyncio.Transport] = []
+        failures = [error]
+
+        def create_protocol() -> asyncio.Protocol:
+            if failures:
+                raise failures.pop()
+            return Recorder(connections)
+
+        shared = SharedListener(listener, create_protocol, connections)
+        clients = await connect(listener.getsockname()[:2], 2)
+        await wait_for_connections(connections, count=1)
+        async with asyncio.timeout(10):
+            assert await asyncio.get_running_loop().sock_recv(clients[0], 1) == b""
+        shared.close()
+        await close_all(clients, connections)
+
+    asyncio.run(run())
+    listener.close()
+
+
+class FailedServer(FrontServer):
+    """Its start fails: uvicorn's older versions return then, newer ones exit."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.listeners = []
+
+
+def test_a_server_that_fails_to_start_accepts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def startup(self: Server, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets == []
+
+    monkeypatch.setattr(Server, "startup", startup)
+    listener = listen("127.0.0.1", 0)
+    server = FailedServer()
+    asyncio.run(server.startup([listener]))
+    assert server.listeners == []
     listener.close()

@@ -46,7 +46,7 @@ def enable_exact_mode(config: EngineConfig, stepper: Stepper, max_shape: DraftSh
     if max_shape.is_chain:
         multiple = exact_multiple(stepper.verifier, target, config.page_size, max_shape.k)
         if multiple is not None:
-            stepper.row_multiple = multiple
+            stepper.fix_pass_sizes(multiple)
             return ExactChoice("one by one", max_shape)
     if requested is None:
         return ExactChoice(None, max_shape)

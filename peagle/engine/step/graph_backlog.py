@@ -125,7 +125,7 @@ class GraphBacklog:
         compile_ahead(self._launch_all, self.stepper.slots.device, self.describe(), wait)
 
     def describe(self) -> str:
-        """What the kernels of the planned graphs depend on."""
+        """What the kernels of the planned graphs depend on; their order does not matter."""
         target = self.stepper.target
         return "\n".join(
             (
@@ -133,7 +133,7 @@ class GraphBacklog:
                 f"{target.dtype} {target.format} {self.stepper.weights} {self.drafter_shape}",
                 f"{self.stepper.batch_invariant} {self.stepper.slots.page_size}",
                 str(self.stepper.drafter_config),
-                *map(str, self._pending),
+                *sorted(map(str, self._pending)),
             )
         )
 

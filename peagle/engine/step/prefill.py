@@ -3,9 +3,10 @@
 Like a decode step, a prefill has two halves: up to the target's tokens, and from them to the drafts
 of the prompts that end. Each half is a CUDA graph where it is small. Large prefills keep the GPU
 busy without one. A prefill whose size has no graph yet runs, padded, in the next larger one that
-is captured: that takes a millisecond or two, a capture takes dozens.
+is captured, if that takes a millisecond or two at most: a capture takes dozens, but once.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ from peagle.engine.step.step_output import StepOutput
 from peagle.kernels.triton.accept import pack_step_output
 from peagle.kernels.triton.argmax import argmax
 from peagle.kernels.triton.expand_rows import VerifiedBlock
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -66,6 +69,8 @@ class PrefillRunner:
         self.sizer = PrefillSizer(drafter, weights)
         self._input_vectors: dict[PrefillSize, Tensor] = {}  # Graphs read their input from these.
         self._captured: dict[DraftShape, list[PrefillSize]] = {}  # By the shape that they draft.
+        self.has_fixed_sizes = False  # Prefills run in graphs of their own size only.
+        self._has_graph_memory = True
 
     @torch.inference_mode()
     def run(
@@ -87,7 +92,7 @@ class PrefillRunner:
         vector = layout_vector(chunks, slots, size, self.slots.padding_slot)
         inputs = split_vector(self._upload(vector, size, use_graphs), size)
         if use_graphs:
-            self._capture(size, inputs, draft_shape)
+            self._capture_for_prefill(size, inputs, draft_shape)
         consumed: ConsumedPrompts = self.graphs.run(
             ("consume", size), lambda: self.consume(inputs, size)
         )
@@ -217,8 +222,11 @@ class PrefillRunner:
         return self.sizer.usual_sizes(max_batch, draft_shape.k)
 
     def captured_size(self, size: PrefillSize, draft_shape: DraftShape) -> PrefillSize:
-        """The smallest captured size that holds `size`; `size` itself if there is none."""
-        fitting = [other for other in self._captured.get(draft_shape, []) if other.holds(size)]
+        """The smallest captured size that holds `size` cheaply; `size` itself if there is none."""
+        if self.has_fixed_sizes:
+            return size
+        captured = self._captured.get(draft_shape, [])
+        fitting = [other for other in captured if self.sizer.is_padded_cheaply(size, other)]
         return min(fitting, key=lambda other: (other.rows, other.requests), default=size)
 
     @torch.inference_mode()
@@ -244,6 +252,18 @@ class PrefillRunner:
         if size not in self._input_vectors:
             self._input_vectors[size] = torch.empty_like(uploaded)
         return self._input_vectors[size].copy_(uploaded, non_blocking=True)
+
+    def _capture_for_prefill(
+        self, size: PrefillSize, inputs: PrefillInput, draft_shape: DraftShape
+    ) -> None:
+        """Without memory for its graphs, this prefill and later ones run without new graphs."""
+        if not self._has_graph_memory:
+            return
+        try:
+            self._capture(size, inputs, draft_shape)
+        except torch.OutOfMemoryError:
+            log.warning("no memory is left for CUDA graphs: some prefills run without them")
+            self._has_graph_memory = False
 
     def _capture(self, size: PrefillSize, inputs: PrefillInput, draft_shape: DraftShape) -> None:
         """Capture both graphs. The warm-up runs do the actual work, which may be repeated."""

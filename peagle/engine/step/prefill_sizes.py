@@ -13,9 +13,11 @@ REQUEST_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 USUAL_PROMPT_TOKENS = (32, 512)
 # Requests have up to this many rows in a graph; a longer one gets a graph that it may fill alone.
 MAX_REQUEST_ROWS = 512
-# Rows * weights that keep a GPU busy (about 40 ms) while the host launches a pass without a graph:
-# a layer takes it a millisecond.
+# Rows * weights that keep a GPU busy (about 40 ms) while the host launches a pass without a graph,
+# which takes about a millisecond per layer.
 BUSY_ROW_WEIGHTS = 8e12
+# Rows * weights of padding (about 2 ms) that cost less than the capture of a smaller graph.
+MAX_PADDING_ROW_WEIGHTS = 4e11
 
 
 class PrefillSizer:
@@ -23,6 +25,7 @@ class PrefillSizer:
         """`weights`: those of the target's layers that one row is multiplied with."""
         self.parallel = drafter is not None and drafter.parallel
         self.bidirectional = drafter is not None and drafter.drafter.config.bidirectional
+        self.weights = weights
         fitting = [rows for rows in ROW_BUCKETS if rows * weights <= BUSY_ROW_WEIGHTS]
         self.max_graph_rows = max(fitting, default=ROW_BUCKETS[0])
 
@@ -42,6 +45,11 @@ class PrefillSizer:
             max_rows = rows if max_rows > MAX_REQUEST_ROWS else min(rows, MAX_REQUEST_ROWS)
             requests = next(size for size in REQUEST_BUCKETS if size >= requests)
         return self._prefill_size(rows, requests, max_rows, k)
+
+    def is_padded_cheaply(self, size: PrefillSize, larger: PrefillSize) -> bool:
+        """Whether the contents of `size` may always run in a graph of the larger size."""
+        padding = (larger.rows - size.rows) * self.weights
+        return larger.holds(size) and padding <= MAX_PADDING_ROW_WEIGHTS
 
     def usual_sizes(self, max_batch: int, k: int) -> Iterator[PrefillSize]:
         """Sizes worth a graph before the first request: up to `max_batch` usual prompts."""

@@ -124,6 +124,14 @@ class Stepper:
         """Whether the target runs with the kernels of exact mode."""
         return isinstance(self.verifier, FusedLlamaTarget) and self.verifier.batch_invariant
 
+    def fix_pass_sizes(self, row_multiple: int) -> None:
+        """Exact mode without batch-invariant kernels: the rows of a pass change the bits of a row.
+
+        So they must not depend on what was captured before.
+        """
+        self.row_multiple = row_multiple
+        self.prefill.has_fixed_sizes = True
+
     def quantize(self) -> None:
         """Convert the matrices of target and drafter to int8."""
         if not isinstance(self.verifier, FusedLlamaTarget):
@@ -390,14 +398,18 @@ class Stepper:
 
 
 def row_weight_count(layers: nn.Module) -> int:
-    """The number of weights that one row is multiplied with: of experts, those of its top k."""
+    """The number of weights that one row is multiplied with: of experts, those of its top k.
+
+    Experts whose router is built otherwise, as some of transformers are, all count.
+    """
     total = weight_count(layers)
     mlp: Any
     for mlp in layers.modules():
         router = find_router(mlp)
         top_k = getattr(router, "top_k", None)
-        if isinstance(top_k, int):
-            idle_share = 1 - top_k / len(router.weight)
+        weight = getattr(router, "weight", None)  # [experts, d]
+        if isinstance(top_k, int) and weight is not None:
+            idle_share = 1 - top_k / len(weight)
             total -= round(weight_count(mlp.experts) * idle_share)
     return total
 

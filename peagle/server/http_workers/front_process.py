@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from peagle.errors import UserError
 from peagle.server.front.engine_client import EngineClient
 from peagle.server.http.logs import log_event, set_up_logging
+from peagle.server.http_workers.front_server import FrontServer
 from peagle.server.http_workers.metrics_files import allocate_metrics_files
 from peagle.server.http_workers.state_channel import StateSubscription
 from peagle.server.routes import create_engine_backend
 from peagle.server.settings import ServerSettings, settings_from_json
 from peagle.server.supervisor.process_supervisor import USAGE_ERROR
-from peagle.server.web_server import Server
 
 SPEC_VARIABLE = "PEAGLE_FRONT"
 NO_SPACE_EXIT_CODE = 1  # Another attempt may find some.
@@ -53,7 +53,7 @@ def main() -> int:
         log_event("failed", logging.ERROR, reason=str(error))
         return NO_SPACE_EXIT_CODE
     client = EngineClient(spec.settings, StateSubscription(spec.state_address))
-    server = Server(create_engine_backend(spec.settings, client, spec.ready_wait))
+    server = FrontServer(create_engine_backend(spec.settings, client, spec.ready_wait))
     log_event("front started", pid=os.getpid())
     server.run(sockets=[socket.socket(fileno=spec.listener)])
     return 0 if server.failure is None else USAGE_ERROR

@@ -1,6 +1,9 @@
 """The sizes of blocks and tiles of the experts' products (expert_gemm.py), measured on an H200."""
 
+from functools import cache
 from typing import NamedTuple
+
+import torch
 
 from peagle.kernels.expert_matrices import ExpertMatrices
 from peagle.kernels.mxfp4_tiles import TILE_BYTES
@@ -15,6 +18,7 @@ MIN_BLOCK_ROWS = 8
 MIN_8BIT_BLOCK_ROWS = 16
 MAX_BLOCK_ROWS = 128
 MAX_16BIT_BLOCK_ROWS = 256  # of long prompts, whose limit is arithmetic
+MAX_16BIT_SHARED_BYTES = 196_608  # of a program with such a block, which few GPUs have
 MAX_TILED_BLOCK_ROWS = 64
 ALIKE_ROWS = 16  # for which a block has room, if the pass has so many
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
@@ -38,10 +42,19 @@ def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
     alike_rows = 1 if matrices.is_mxfp4 else ALIKE_ROWS
     wanted = min(rows, max(int(1.5 * mean_rows) + 1, alike_rows))
     most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
-    if matrices.weight.element_size() == 2:
+    if matrices.weight.element_size() == 2 and holds_large_blocks(matrices.weight.device):
         most = MAX_16BIT_BLOCK_ROWS
     least = MIN_BLOCK_ROWS if matrices.scales is None or matrices.is_mxfp4 else MIN_8BIT_BLOCK_ROWS
     return min(max(least, triton.next_power_of_2(wanted)), most)
+
+
+@cache
+def holds_large_blocks(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes: int = getattr(properties, "shared_memory_per_block_optin", 0)
+    return shared_bytes >= MAX_16BIT_SHARED_BYTES
 
 
 def num_splits(matrices: ExpertMatrices, assignments: int) -> int:

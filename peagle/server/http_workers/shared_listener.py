@@ -14,7 +14,7 @@ from peagle.server.http.logs import log_event
 
 # For each open connection, after one is accepted; and at most.
 PAUSE_SECONDS = 0.0001
-MAX_PAUSE_SECONDS = 0.005
+MAX_PAUSE_SECONDS = 0.001
 # Without free descriptors or memory, connections wait in the socket for so long.
 RETRY_SECONDS = 1.0
 
@@ -41,6 +41,8 @@ class SharedListener:
         while True:
             try:
                 await self._accept()
+            except ConnectionError:  # The client has gone.
+                continue
             except OSError as error:
                 log_event("accept failed", logging.WARNING, reason=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
@@ -50,7 +52,8 @@ class SharedListener:
         connection, _ = await loop.sock_accept(self._listener)
         try:
             await loop.connect_accepted_socket(self._create_protocol, connection)
-        except ConnectionError:  # The client has gone.
+        except Exception as error:  # Other clients wait.
             connection.close()
+            log_event("connection failed", logging.WARNING, reason=str(error))
         pause = PAUSE_SECONDS * len(self._open_connections)
         await asyncio.sleep(min(pause, MAX_PAUSE_SECONDS))

@@ -1,0 +1,31 @@
+"""Blocks of experts fit into the memory of a GPU's multiprocessors."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from peagle.kernels.expert_matrices import ExpertMatrices
+from peagle.kernels.triton.experts import tiles
+
+
+@pytest.mark.parametrize(
+    ("shared_bytes", "expected"),
+    [(232_448, 256), (166_912, 128), (101_376, 128)],  # H200, A100, L40S
+)
+def test_blocks_of_long_prompts(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int, expected: int
+) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    holds = tiles.holds_large_blocks.__wrapped__(torch.device("cuda"))
+    monkeypatch.setattr(tiles, "holds_large_blocks", lambda device: holds)
+    matrices = ExpertMatrices(torch.empty(8, 4, 4, dtype=torch.bfloat16))
+    assert tiles.block_rows(matrices, mean_rows=200, rows=4096) == expected
+    single = ExpertMatrices(torch.empty(8, 4, 4))
+    assert tiles.block_rows(single, mean_rows=200, rows=4096) == 128
+    tile = tiles.tile_sizes(matrices, expected, 4096, gated=False)
+    stage_bytes = 2 * tile.block_k * (tile.block_n + expected)
+    assert stage_bytes * tile.num_stages <= shared_bytes
