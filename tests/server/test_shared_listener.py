@@ -54,24 +54,22 @@ async def close_all(clients: list[socket.socket], connections: list[asyncio.Tran
 async def burst(address: tuple[str, int], listener: socket.socket) -> None:
     busy: list[asyncio.Transport] = []
     idle: list[asyncio.Transport] = []
-    first = share(listener, busy)
-    clients = await connect(address, BURST)
-    await wait_for_connections(busy, count=BURST)
+    first = SharedListener(listener, lambda: Recorder(busy), range(1000))
     other_listener = listener.dup()  # A loop watches a descriptor once.
     second = share(other_listener, idle)
-    clients += await connect(address, BURST)
-    await wait_for_connections(busy, idle, count=2 * BURST)
-    assert len(idle) > 0.6 * BURST, "the one with fewer connections takes most of the new ones"
+    clients = await connect(address, BURST)
+    await wait_for_connections(busy, idle, count=BURST)
+    assert len(idle) > 0.8 * BURST, "the one with many connections takes few of the new ones"
     second.close()
     clients += await connect(address, 1)
-    await wait_for_connections(busy, idle, count=2 * BURST + 1)
-    assert len(idle) + len(busy) == 2 * BURST + 1
+    await wait_for_connections(busy, idle, count=BURST + 1)
     first.close()
     other_listener.close()
     await close_all(clients, busy + idle)
 
 
-def test_a_burst_is_shared() -> None:
+def test_a_burst_goes_to_those_with_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_listener, "MAX_PAUSE_SECONDS", 0.1)
     listener = listen("127.0.0.1", 0)
     asyncio.run(burst(listener.getsockname()[:2], listener))
     listener.close()
