@@ -26,7 +26,7 @@ The machine needs the packages of `peagle[serve]`. Where they cannot be installe
 
     pip install --target serve_packages --no-deps fastapi starlette pydantic pydantic_core \\
         annotated_types annotated_doc typing_inspection uvicorn h11 httptools uvloop click anyio \\
-        sniffio idna prometheus_client llguidance msgspec pyzmq gguf
+        sniffio idna prometheus_client llguidance msgspec pyzmq gguf opentelemetry-api
     PYTHONPATH=.:serve_packages python -m benchmarks.serve_h200 ...
 
 for the Python and the platform of that machine (`--python-version`, `--platform` and
