@@ -1,11 +1,11 @@
 """Attention of draft trees: the exact one beside the fast one, and its bits beside chains.
 
-    python -m benchmarks.exact_trees OUT [--seconds 60] [--context 400]
+    python -m benchmarks.exact_trees OUT [--seconds 60] [--context 395] [--rows 32,16]
 
 For the heads of SmolLM2-135M and Llama-3.1-8B. `bits`: every row of trees against a chain of its
 ancestors, with each plan (rows of a block, queries of a block, a program for each split, warps,
 lanes of a tile); `[]` means that all are equal. `us`: microseconds of one layer with 1, 8 and 64
-requests of 32 rows, in CUDA graphs: the fast path, the chosen plan, other plans from fast to slow,
+requests of so many rows, in CUDA graphs: the fast path, the chosen plan, other plans from fast to slow,
 and the look-up of lanes, which a pass of all layers needs once. OUT/exact_trees.json has them all.
 """
 
@@ -43,10 +43,12 @@ PLANS = (
     (16, True, 4, 128),
     (16, True, 4, 64),
     (16, True, 8, 128),
+    (16, True, 8, 64),
     (16, False, 4, 128),
     (32, True, 4, 128),
     (32, True, 4, 64),
     (32, True, 8, 128),
+    (32, True, 8, 64),
     (32, False, 4, 64),
     (32, False, 4, 128),
     (64, True, 4, 64),
@@ -113,9 +115,10 @@ class TimedTrees(TimedPass):
         report.add(us=self.name, chosen=str(tuple(self.chosen)), **times, **by_time)
 
 
-def time_trees(report: PartReport, context: int) -> None:
+def time_trees(report: PartReport, context: int, row_counts: list[int]) -> None:
     timed = [
-        TimedTrees(model, Pass(requests, ROWS, context, True))
+        TimedTrees(model, Pass(requests, rows, context, True))
+        for rows in row_counts
         for model in ("smollm2", "8b")
         for requests in REQUESTS
     ]
@@ -136,11 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--context", type=int, default=400)
+    parser.add_argument("--context", type=int, default=395)
+    parser.add_argument("--rows", default="32,16")
     options = parser.parse_args()
+    row_counts = [int(word) for word in options.rows.split(",")]
     torch.manual_seed(0)
     report = PartReport(options.out / "exact_trees.json", options.seconds)
-    report.run("times", lambda: time_trees(report, options.context))
+    report.run("times", lambda: time_trees(report, options.context, row_counts))
     for model in ("smollm2", "8b"):
         for make_rows in (likely_tree_rows, tree_rows):
             report.run("bits", partial(check_bits, report, model, make_rows))

@@ -101,15 +101,20 @@ if triton is not None:
         return tl.sum((weights.to(tl.float32) * _WEIGHT_UNIT).to(tl.int32), 1)
 
     @triton.jit
-    def _load_keys(  # type: ignore[no-untyped-def]
-        head_ptr, stride_slot, table_ptr, kv_position, in_range, dims, D, PAGE_SIZE: tl.constexpr
-    ):
-        """[keys, d]: keys or values of one head at these positions."""
-        page = tl.load(table_ptr + kv_position // PAGE_SIZE, mask=in_range, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + kv_position % PAGE_SIZE
+    def load_slots(keys, start, sizes):  # type: ignore[no-untyped-def]
+        """[keys]: where the keys from `start` on are stored."""
+        key_position = start + tl.arange(0, sizes.BLOCK_KEYS)
+        in_range = key_position < keys.end
+        page = tl.load(keys.table_ptr + key_position // sizes.PAGE_SIZE, mask=in_range, other=0)
+        return page.to(tl.int64) * sizes.PAGE_SIZE + key_position % sizes.PAGE_SIZE
+
+    @triton.jit
+    def _load_keys(head_ptr, stride_slot, slot, in_range, sizes):  # type: ignore[no-untyped-def]
+        """[keys, d]: keys or values of one head."""
+        dims = tl.arange(0, sizes.BLOCK_D)
         return tl.load(
             head_ptr + slot[:, None] * stride_slot + dims[None, :],
-            mask=in_range[:, None] & (dims < D)[None, :],
+            mask=in_range[:, None] & (dims < sizes.D)[None, :],
             other=0.0,
         )
 
@@ -121,38 +126,19 @@ if triton is not None:
 
     @triton.jit
     def attend_block(  # type: ignore[no-untyped-def]
-        q, keys, start, rows, scale, acc, max_score, total, sizes
+        q, keys, start, slot, rows, scale, acc, max_score, total, sizes
     ):
-        """The online softmax over the keys from `start` on."""
-        dims = tl.arange(0, sizes.BLOCK_D)
+        """The online softmax over the keys from `start` on, which are stored in `slot`."""
         key_position = start + tl.arange(0, sizes.BLOCK_KEYS)
         in_range = key_position < keys.end
-        k = _load_keys(
-            keys.keys_ptr,
-            keys.stride_k_slot,
-            keys.table_ptr,
-            key_position,
-            in_range,
-            dims,
-            sizes.D,
-            sizes.PAGE_SIZE,
-        )
+        k = _load_keys(keys.keys_ptr, keys.stride_k_slot, slot, in_range, sizes)
         visible = key_position[None, :] > rows.position[:, None] - rows.window
         visible = visible & (key_position[None, :] <= rows.position[:, None]) & in_range[None, :]
         scores = _visible_scores(q, k, scale, visible)
         new_max = tl.maximum(max_score, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(max_score - new_max)
-        v = _load_keys(
-            keys.values_ptr,
-            keys.stride_v_slot,
-            keys.table_ptr,
-            key_position,
-            in_range,
-            dims,
-            sizes.D,
-            sizes.PAGE_SIZE,
-        )
+        v = _load_keys(keys.values_ptr, keys.stride_v_slot, slot, in_range, sizes)
         weights = weights.to(v.dtype)
         acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
         total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
@@ -162,9 +148,8 @@ if triton is not None:
     def attend_split(  # type: ignore[no-untyped-def]
         q,
         keys,
-        low_block,
-        blocks,
-        split,
+        first_block,
+        end_block,
         rows,
         scale,
         acc,
@@ -173,12 +158,12 @@ if triton is not None:
         SPLITS: tl.constexpr,
         sizes,
     ):
-        """The blocks of one split, of `blocks` in all."""
-        low_key = (low_block + split) * sizes.BLOCK_KEYS
-        end_key = (low_block + blocks) * sizes.BLOCK_KEYS
-        for start in range(low_key, end_key, SPLITS * sizes.BLOCK_KEYS):
+        """Every SPLITS-th block from `first_block` on."""
+        end_key = end_block * sizes.BLOCK_KEYS
+        for start in range(first_block * sizes.BLOCK_KEYS, end_key, SPLITS * sizes.BLOCK_KEYS):
+            slot = load_slots(keys, start, sizes)
             acc, max_score, total = attend_block(
-                q, keys, start, rows, scale, acc, max_score, total, sizes
+                q, keys, start, slot, rows, scale, acc, max_score, total, sizes
             )
         return acc, max_score, total
 
@@ -210,8 +195,9 @@ if triton is not None:
                 total = tl.zeros_like(total)
                 acc = tl.zeros_like(acc)
             start = (low_block + block) * sizes.BLOCK_KEYS
+            slot = load_slots(keys, start, sizes)
             acc, max_score, total = attend_block(
-                q, keys, start, rows, scale, acc, max_score, total, sizes
+                q, keys, start, slot, rows, scale, acc, max_score, total, sizes
             )
             following = block + SPLITS
             block = tl.where(following < blocks, following, block % SPLITS + 1)

@@ -21,8 +21,10 @@ try:
         HeadKeys,
         KeySizes,
         QueryRows,
+        attend_block,
         attend_blocks,
         attend_split,
+        load_slots,
         load_splits,
         merge_split,
     )
@@ -30,6 +32,7 @@ try:
         LaneTable,
         TailSizes,
         attend_tail,
+        load_count,
         load_lanes,
     )
     from peagle.kernels.triton.launch.dependent_launch import launch_next, wait_for_inputs
@@ -155,7 +158,14 @@ if triton is not None:
             tail_sizes: tl.constexpr = TailSizes(D, BLOCK_D, BLOCK_LANES, LOOP_LANES, LANE_CAPACITY)
         if TREE and PARALLEL:
             tail = shared_blocks + (split - tail_split + SPLITS) % SPLITS
+            lane_count = load_count(lane_table, tail, tail < blocks)
             lanes = load_lanes(lane_table, tail, 0, BLOCK_LANES, tail < blocks, tail_sizes)
+        table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
+        keys = HeadKeys(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr, high)
+        key_sizes: tl.constexpr = KeySizes(D, PAGE_SIZE, BLOCK_KEYS, BLOCK_D)
+        if PARALLEL:  # Most splits have one block: where it is stored is looked up ahead.
+            first_key = (low_block + split) * BLOCK_KEYS
+            first_slot = load_slots(keys, first_key, key_sizes)
         if ROTATE:
             READ_SPLITS: tl.constexpr = SPLITS if PARALLEL else 1
             sizes: tl.constexpr = QkvSizes(
@@ -201,16 +211,25 @@ if triton is not None:
         merged_max = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
         merged_total = tl.zeros([BLOCK_QUERIES], tl.float32)
         merged = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
-        table_ptr = page_tables_ptr + request.to(tl.int64) * stride_table_row
-        keys = HeadKeys(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, table_ptr, high)
-        key_sizes: tl.constexpr = KeySizes(D, PAGE_SIZE, BLOCK_KEYS, BLOCK_D)
         if PARALLEL:
+            if split < shared_blocks:
+                acc, max_score, total = attend_block(
+                    q,
+                    keys,
+                    first_key,
+                    first_slot,
+                    rows,
+                    scale,
+                    acc,
+                    max_score,
+                    total,
+                    key_sizes,
+                )
             acc, max_score, total = attend_split(
                 q,
                 keys,
-                low_block,
-                shared_blocks,
-                split,
+                low_block + split + SPLITS,
+                low_block + shared_blocks,
                 rows,
                 scale,
                 acc,
@@ -226,6 +245,7 @@ if triton is not None:
                         keys,
                         lane_table,
                         tail,
+                        lane_count,
                         lanes,
                         rows,
                         scale,
@@ -243,9 +263,8 @@ if triton is not None:
                 acc, max_score, total = attend_split(
                     q,
                     keys,
-                    low_block,
-                    shared_blocks,
-                    own_split,
+                    low_block + own_split,
+                    low_block + shared_blocks,
                     rows,
                     scale,
                     acc,
@@ -256,12 +275,14 @@ if triton is not None:
                 )
                 tail = shared_blocks + (own_split - tail_split + SPLITS) % SPLITS
                 if tail < blocks:
+                    lane_count = load_count(lane_table, tail, True)
                     lanes = load_lanes(lane_table, tail, 0, BLOCK_LANES, True, tail_sizes)
                     acc, max_score, total = attend_tail(
                         q,
                         keys,
                         lane_table,
                         tail,
+                        lane_count,
                         lanes,
                         rows,
                         scale,

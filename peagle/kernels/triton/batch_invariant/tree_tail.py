@@ -114,11 +114,15 @@ if triton is not None:
         return acc, new_max, total
 
     @triton.jit
+    def load_count(table, block, mask):  # type: ignore[no-untyped-def]
+        """The number of lanes of a block of keys."""
+        return tl.load(table.counts_ptr + table.low_block + block, mask=mask, other=0)
+
+    @triton.jit
     def attend_tail(  # type: ignore[no-untyped-def]
-        q, keys, table, block, lanes, rows, scale, acc, max_score, total, sizes
+        q, keys, table, block, count, lanes, rows, scale, acc, max_score, total, sizes
     ):
-        """`lanes`: the first BLOCK_LANES."""
-        count = tl.load(table.counts_ptr + table.low_block + block)
+        """`lanes`: the first BLOCK_LANES of `count`."""
         if sizes.BLOCK_LANES > sizes.LOOP_LANES and count <= sizes.BLOCK_LANES:
             acc, max_score, total = _attend_tile(
                 q, keys, lanes, rows, scale, acc, max_score, total, sizes
