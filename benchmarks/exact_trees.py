@@ -5,8 +5,9 @@
 For the heads of SmolLM2-135M and Llama-3.1-8B. `bits`: every row of trees against a chain of its
 ancestors, with each plan (rows of a block, queries of a block, a program for each split, warps,
 lanes of a tile); `[]` means that all are equal. `us`: microseconds of one layer with 1, 8 and 64
-requests of so many rows, in CUDA graphs: the fast path, the chosen plan, other plans from fast to slow,
-and the look-up of lanes, which a pass of all layers needs once. OUT/exact_trees.json has them all.
+requests of `--rows` rows each, in CUDA graphs: the fast path, the chosen plan, other plans from
+fast to slow, and the look-up of lanes, which a pass of all layers needs once. OUT/exact_trees.json
+has them all.
 """
 
 import argparse
