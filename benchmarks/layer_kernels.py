@@ -12,8 +12,9 @@ Variants: `off` runs kernels one after another, `on` overlaps them (dependent_la
 words, joined by +, switch on one thing each: `weights` of products load before their inputs exist
 (skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py);
 `rotate`: attention rotates few rows itself (rotated_attention.py); `products` and `attention`:
-those of exact mode (batch_invariant/); `library`: products of exact mode are left to the vendor's
-library where it gives the same bits, as the engine does (vendor_gemm.py).
+those of exact mode (batch_invariant/); `16-4-64`: exact attention with blocks of 16 queries, 4
+warps and tiles of 64 lanes, instead of its own plan; `library`: products of exact mode are left to
+the vendor's library where it gives the same bits, as the engine does (vendor_gemm.py).
 With `--tree 11`, the rows of a request are a likely tree of this depth; exact attention looks up
 its lanes once per pass (tree_lanes.py): use many layers, and a context that is no multiple of 16.
 With `--alike`, the rows of a request are alike and choose the same experts, as those of a draft do.
@@ -41,6 +42,8 @@ from peagle.engine.model.verifier import target_kv_shapes
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import skinny_gemm
 from peagle.kernels.triton.attention import rotated_attention
+from peagle.kernels.triton.batch_invariant import paged_attention as invariant_attention
+from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, plan_attention
 from peagle.kernels.triton.batch_invariant.vendor_gemm import ROW_COUNTS, VendorRows
 from peagle.kernels.triton.experts import tiles
 from peagle.kernels.triton.launch import dependent_launch
@@ -78,9 +81,21 @@ def switch(variant: str, target: FusedLlamaTarget) -> None:
             return chosen._replace(early=0)
         return chosen
 
+    plans = [word for word in words if word[0].isdigit()]
+    invariant_attention.plan_attention = fixed_plan(plans[0]) if plans else plan_attention
     rotated_attention.MAX_ROWS = skinny_gemm.MAX_ROWS if "rotate" in words else 0
     tiles.ALIKE_ROWS = ALIKE_ROWS if "rows" in words else 1
     skinny_gemm.tile_sizes = skinny_tiles
+
+
+def fixed_plan(word: str) -> Callable[..., AttentionPlan]:
+    """A program for each split; the word has queries, warps and lanes."""
+    queries, warps, lanes = map(int, word.split("-"))
+
+    def plan(_: int, __: int, group: int, ___: Tensor, ____: bool) -> AttentionPlan:
+        return AttentionPlan(queries // group, queries, True, warps, lanes)
+
+    return plan
 
 
 def prove_library(target: FusedLlamaTarget, row_counts: set[int]) -> None:

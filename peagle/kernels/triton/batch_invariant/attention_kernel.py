@@ -142,6 +142,10 @@ if triton is not None:
         shared_blocks = blocks
         # At least one program writes rows that see no key: those behind the end of the pages.
         used_splits = tl.maximum(tl.minimum(blocks, SPLITS), 1)
+        # The others leave their place to the next kernel at once. Split 0 always waits: what comes
+        # behind this kernel must not begin before the one in front has ended.
+        if PARALLEL and split >= used_splits:
+            return
         rows = QueryRows(query_index // GROUP, position, window)
         if TREE:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
@@ -180,8 +184,6 @@ if triton is not None:
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         if first_row >= row_count:
-            return
-        if PARALLEL and split >= used_splits:
             return
         if ROTATE:
             q = load_rotated(product, row, head, row_mask, q_angles, sizes)

@@ -123,7 +123,7 @@ if triton is not None:
         q, keys, table, block, count, lanes, rows, scale, acc, max_score, total, sizes
     ):
         """`lanes`: the first BLOCK_LANES of `count`."""
-        if sizes.BLOCK_LANES > sizes.LOOP_LANES and count <= sizes.BLOCK_LANES:
+        if count <= sizes.BLOCK_LANES:
             acc, max_score, total = _attend_tile(
                 q, keys, lanes, rows, scale, acc, max_score, total, sizes
             )
