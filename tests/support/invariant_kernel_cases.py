@@ -240,13 +240,15 @@ def check_tree_lanes(depth: int, device: str, dtype: torch.dtype) -> None:
         lanes = tree_lanes.tree_lanes(rows, sizes)
         expected = tree_lanes.reference(rows, sizes)
         assert torch.equal(lanes.order, expected.order)
+        assert torch.equal(lanes.row_positions, expected.row_positions)
         for b, q, p in itertools.product(*map(range, lanes.counts.shape)):
             if q * block_rows >= counts[b]:
                 continue
             count = int(expected.counts[b, q, p])
             assert lanes.counts[b, q, p] == count
+            assert lanes.ends[b, q] == expected.ends[b, q]
             used = slice(-(-count // tile) * tile)
-            for own, other in zip(lanes[2:], expected[2:], strict=True):
+            for own, other in zip(lanes[-3:], expected[-3:], strict=True):
                 assert torch.equal(own[b, q, p, used], other[b, q, p, used])
     sizes = tree_lanes.lane_sizes(rows, 5, 64, 16)
     check_worked_example(rows, tree_lanes.tree_lanes(rows, sizes))
@@ -255,6 +257,8 @@ def check_tree_lanes(depth: int, device: str, dtype: torch.dtype) -> None:
 def check_worked_example(rows: RowPass, lanes: tree_lanes.TreeLanes) -> None:
     """The example in tree_lanes.py."""
     assert lanes.order[:5].tolist() == [0, 4, 1, 2, 3]
+    assert lanes.row_positions[:5].tolist() == [77, 78, 78, 79, 80]
+    assert lanes.ends[0, 0] == 81
     assert lanes.counts[0, 0].tolist()[:1] == [48]
     table = rows.page_tables[0].tolist()
     positions = [*range(64, 79), 81, *range(64, 80), 80]

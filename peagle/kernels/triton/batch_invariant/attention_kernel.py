@@ -55,6 +55,8 @@ if triton is not None:
         sinks_ptr,
         positions_ptr,
         order_ptr,
+        row_positions_ptr,
+        ends_ptr,
         lane_counts_ptr,
         lane_slots_ptr,
         lane_positions_ptr,
@@ -120,8 +122,11 @@ if triton is not None:
         local_row = first_row + query_index // GROUP
         head = kv_head * GROUP + query_index % GROUP
         row_mask = local_row < end_row
+        position = first + local_row
         if TREE:
-            local_row = tl.load(order_ptr + row_start + local_row, mask=row_mask, other=0)
+            place = row_start + local_row
+            local_row = tl.load(order_ptr + place, mask=row_mask, other=0)
+            position = tl.load(row_positions_ptr + place, mask=row_mask, other=0)
         dims = tl.arange(0, BLOCK_D)
         row = row_start + local_row
         query_mask = row_mask[:, None] & (dims < D)[None, :]
@@ -129,13 +134,14 @@ if triton is not None:
         values_ptr = value_cache_ptr + kv_head * stride_v_head
         # Blocks low_block .. low_block + blocks - 1 hold the keys that some row sees; low_block
         # belongs to split 0. Those from shared_blocks on are the tail of a tree.
-        position = first + local_row
         low = tl.maximum(first + first_row - window + 1, 0)
         high = first + end_row
         if TREE:
-            position = tl.load(positions_ptr + row, mask=row_mask, other=0).to(tl.int32)
+            query_blocks = tl.num_programs(2) // (SPLITS if PARALLEL else 1)
+            tree_block = request * query_blocks + query_block
             low = tl.maximum(first - window + 1, 0)
-            high = tl.max(tl.where(row_mask, position, 0), 0) + 1
+            high = tl.load(ends_ptr + tree_block)  # Not masked: that would wait for row_count.
+            high = tl.where(first_row < row_count, high, 0)
         high = tl.minimum(high, pages * PAGE_SIZE)
         low_block = low // BLOCK_KEYS // SPLITS * SPLITS
         blocks = tl.maximum((high + BLOCK_KEYS - 1) // BLOCK_KEYS - low_block, 0)
@@ -150,8 +156,7 @@ if triton is not None:
         if TREE:
             shared_blocks = tl.minimum(first // BLOCK_KEYS - low_block, blocks)
             tail_split = shared_blocks % SPLITS  # of the first block of the tail
-            query_blocks = tl.num_programs(2) // (SPLITS if PARALLEL else 1)
-            first_tail = (request * query_blocks + query_block) * TAIL_BLOCKS - first // BLOCK_KEYS
+            first_tail = tree_block * TAIL_BLOCKS - first // BLOCK_KEYS
             lane_table = LaneTable(
                 lane_counts_ptr,
                 lane_slots_ptr,

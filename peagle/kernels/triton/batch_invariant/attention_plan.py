@@ -58,14 +58,21 @@ def plan_attention(
 
 
 def plan_trees(programs: int, group: int, smallest: int, largest: int, d: int) -> AttentionPlan:
-    """`programs`: blocks of the smallest number of queries."""
+    """`programs`: blocks of the smallest number of queries.
+
+    Large programs are no slower alone, but they leave no room for those of the next kernel, which
+    load weights while they wait (skinny_gemm.py): that decides for wide heads.
+    """
     if programs > PARALLEL_TREE_PROGRAMS:
+        if d > 64 and programs <= SMALL_PROGRAMS:
+            queries = min(2 * smallest, largest)
+            return AttentionPlan(queries // group, queries, False, 4, TAIL_LANES)
         return AttentionPlan(largest // group, largest, False, 4, LOOP_LANES)
-    lanes = TAIL_LANES if programs <= PARALLEL_PROGRAMS and d <= 128 else LOOP_LANES
-    if programs <= WIDE_TREE_PROGRAMS and d <= 64:
-        return AttentionPlan(smallest // group, smallest, True, 8, lanes)
-    queries = smallest if d <= 64 else min(2 * smallest, largest)
-    return AttentionPlan(queries // group, queries, True, 4, lanes)
+    few = programs <= PARALLEL_PROGRAMS and d <= 64
+    warps = 8 if few and programs <= WIDE_TREE_PROGRAMS else 4
+    return AttentionPlan(
+        smallest // group, smallest, True, warps, TAIL_LANES if few else LOOP_LANES
+    )
 
 
 def block_keys(d: int) -> int:

@@ -46,6 +46,8 @@ HOPPER = (9, 0)  # From this compute capability on, tensor cores add 16 keys at 
 
 class TreeLanes(NamedTuple):
     order: Tensor  # [T] int32: the rows of each request, in the order in which blocks take them
+    row_positions: Tensor  # [T] int32: the positions of the rows in this order
+    ends: Tensor  # [B, Q] int32: the rows of a block see no position from here on
     counts: Tensor  # [B, Q, P] int32: lanes that are used
     # [B, Q, P, capacity], complete up to the end of a tile:
     slots: Tensor  # int32: where the key of a lane is stored; -1: nowhere
@@ -105,8 +107,11 @@ def new_lanes(rows: RowPass, sizes: LaneSizes) -> TreeLanes:
     device = rows.page_tables.device
     blocks = (len(rows.page_tables), sizes.query_blocks, sizes.key_blocks)
     slots = torch.empty(*blocks, sizes.capacity, dtype=torch.int32, device=device)
+    order = torch.empty(len(rows.positions), dtype=torch.int32, device=device)
     return TreeLanes(
-        torch.empty(len(rows.positions), dtype=torch.int32, device=device),
+        order,
+        torch.empty_like(order),
+        torch.empty(blocks[:2], dtype=torch.int32, device=device),
         torch.empty(blocks, dtype=torch.int32, device=device),
         slots,
         torch.empty_like(slots),
@@ -146,16 +151,20 @@ def reference(rows: RowPass, sizes: LaneSizes) -> TreeLanes:
     ):
         masks = rows.tree_masks[start : start + count].tolist()
         order = depth_first(masks) if masks else []
+        positions = [first + masks[row].bit_count() - 1 for row in order]
         lanes.order[start : start + count] = torch.tensor(order, dtype=torch.int32)
+        lanes.row_positions[start : start + count] = torch.tensor(positions, dtype=torch.int32)
         for q in range(sizes.query_blocks):
-            block = [masks[r] for r in order[q * sizes.block_rows : (q + 1) * sizes.block_rows]]
+            places = slice(q * sizes.block_rows, (q + 1) * sizes.block_rows)
+            block = [masks[row] for row in order[places]]
+            lanes.ends[b, q] = max(positions[places], default=-1) + 1
             for p in range(sizes.key_blocks if block else 0):
                 low = (first // sizes.block_keys + p) * sizes.block_keys
                 own = _block_lanes(masks, block, first, low, sizes).lanes
                 lanes.counts[b, q, p] = len(own)
                 own += [(-1, 0, 0)] * (-len(own) % sizes.tile)
                 columns = zip(*((_slot(rows, b, lane[0]), *lane[1:]) for lane in own), strict=True)
-                for table, column in zip(lanes[2:], columns, strict=False):
+                for table, column in zip(lanes[-3:], columns, strict=False):
                     table[b, q, p, : len(own)] = torch.tensor(column)
     return lanes
 
@@ -273,6 +282,8 @@ if triton is not None:
         row_counts_ptr,
         first_positions_ptr,
         order_ptr,
+        row_positions_ptr,
+        ends_ptr,
         counts_ptr,
         slots_ptr,
         lane_positions_ptr,
@@ -315,9 +326,12 @@ if triton is not None:
         place = tl.sum((is_behind & is_node[None, :]).to(tl.int32), 1)
         in_block = is_node & (place >= first_row) & (place < end_row)
         tl.store(order_ptr + row_start + place, node, mask=in_block)
+        tl.store(row_positions_ptr + row_start + place, node_position, mask=in_block)
         end = tl.max(tl.where(in_block, node_position, 0), 0) + 1
+        query_block = request * tl.num_programs(1) + tl.program_id(1)
+        tl.store(ends_ptr + query_block, end)
 
-        block = (request * tl.num_programs(1) + tl.program_id(1)) * KEY_BLOCKS
+        block = query_block * KEY_BLOCKS
         for i in tl.static_range(KEY_BLOCKS):
             low = (first // BLOCK_KEYS + i) * BLOCK_KEYS
             base = (block + i) * CAPACITY
