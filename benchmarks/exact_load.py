@@ -2,7 +2,7 @@
 
     python -m benchmarks.exact_load OUT [--data DATA] [--pair smollm2-135m] [--shape llama-3.1-8b]
         [--seconds 400] [--tasks 64] [--tokens 256] [--batch 64] [--alone 24] [--parts equal,price]
-        [--draftings none,"p-eagle K=7"]
+        [--draftings none,"p-eagle K=7"] [--no-fast]
 
 `equal`: prompts of humaneval and gsm8k, greedy and sampled with seeds, arriving one after another,
 with a prefix cache and with pages for half of the requests, for K = 7, K = 11, a tree of 31 nodes
@@ -15,6 +15,7 @@ Results are printed as they come and written to OUT/exact_load.json.
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,11 @@ def kernels(engine: Engine) -> str:
     return str(engine.status()["kernels"])
 
 
+def chosen_draftings(draftings: Sequence[Drafting], options: argparse.Namespace) -> list[Drafting]:
+    names = options.draftings.split(",")
+    return [x for x in draftings if not options.draftings or x.name in names]
+
+
 def equal_part(report: PartReport, pair: LoadedPair, options: argparse.Namespace) -> None:
     asked = real_requests(pair, options)
     expected = plain_answers(report, pair, asked, options)
@@ -177,11 +183,11 @@ def equal_part(report: PartReport, pair: LoadedPair, options: argparse.Namespace
     random.Random(0).shuffle(order)
     longest = max(len(request.ids) for request in asked) + options.tokens
     half = (options.batch // 2) * longest
-    for drafting in DRAFTINGS:
+    for drafting in chosen_draftings(DRAFTINGS, options):
         for exact in (True, False):
             if not report.has_time:
                 return
-            if not exact and drafting not in (NONE, DRAFTINGS[-1]):
+            if not exact and (options.no_fast or drafting not in (NONE, DRAFTINGS[-1])):
                 continue
             engine = engine_of(pair, drafting, exact, max_batch=options.batch, kv_tokens=half)
             runs = [answer(engine, [asked[i] for i in order], options.batch) for _ in range(2)]
@@ -255,9 +261,7 @@ def price_part(
         asked = greedy[: len(greedy) // 2]
         random.Random(1).shuffle(asked)
         draftings = (NONE, Drafting("p-eagle", 7), *reversed(DRAFTINGS[-2:]))
-    for drafting in draftings:
-        if options.draftings and drafting.name not in options.draftings.split(","):
-            continue
+    for drafting in chosen_draftings(draftings, options):
         speeds: dict[tuple[bool, int], Speed] = {}
         for exact in (False, True):
             if not report.has_time:
@@ -308,7 +312,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--shape-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--draftings", default="", help="whose price is measured; all without it")
+    parser.add_argument("--draftings", default="", help="of `equal` and `price`; default: all")
+    parser.add_argument("--no-fast", action="store_true", help="`equal` of exact mode only")
     parser.add_argument("--parts", default="equal,price,shape,shape price")
     options = parser.parse_args()
     report = PartReport(options.out / "exact_load.json", options.seconds)
