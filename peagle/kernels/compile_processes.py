@@ -1,8 +1,8 @@
 """Processes that compile Triton's kernels, started before this process imports torch.
 
-Triton holds the interpreter lock while it translates a kernel's Python code: 3 of the 23 CPU seconds
-that the kernels of `peagle generate` take. Threads of one process wait for each other there, and
-the thread that launches kernels waits for all of them. A process has a lock of its own:
+Triton holds the interpreter lock while it translates a kernel's Python code: about 3 of the 23 CPU
+seconds that the 68 kernels of `peagle generate` take. Threads of one process wait for each other
+there, and the thread that launches kernels waits for all of them. A process has its own lock:
 
     this process   import torch, transformers | load weights | launch 1 2 3 ... (compile_ahead.py)
     server         import torch, kernels | fork

@@ -30,7 +30,8 @@ class KernelJob:
         """`source`: Triton's ASTSource. None if the function is not an attribute of its module."""
         function = source.fn
         module = sys.modules.get(function.__module__)
-        if getattr(module, function.__name__, None) is not function:
+        is_attribute = getattr(module, function.__name__, None) is function
+        if not is_attribute:
             return None
         return cls(
             function.__module__,
