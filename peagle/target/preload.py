@@ -29,7 +29,8 @@ LIBRARIES = {
     "libtorch.so": os.RTLD_NOW | os.RTLD_LOCAL,
 }
 CUDA_LIBRARY = "libtorch_cuda.so"  # A torch for CPUs has none, and needs no context.
-GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Of NVIDIA's driver, on Linux and in WSL.
+# Of NVIDIA's driver, on Linux and in WSL.
+GPU_FILES = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")))
 # Modules without torch that transformers imports.
 LATER_MODULES = (
     *("numpy", "jinja2", "regex", "yaml", "tqdm.auto", "filelock", "PIL.Image"),
