@@ -1,3 +1,3 @@
-from peagle.cli import app
+from peagle.cli.program import main
 
-app()
+main()

@@ -19,16 +19,19 @@ def load_with_progress(
     context: int | None,
     quiet: bool,
 ) -> "LoadedPair":
+    from peagle.engine.gc_tuning import collection_paused
     from peagle.progress import progress_bars
     from peagle.target.preload import preload
     from peagle.target.transformers_import import quick_imports
 
     started = time.perf_counter()
-    preload(device)
-    import torch  # noqa: F401  # Before transformers, which is imported without some of its parts.
+    with collection_paused():
+        preload(device)
+        # Before transformers, which is imported without some of its parts.
+        import torch  # noqa: F401
 
-    with quick_imports():
-        from peagle.loaded import load
+        with quick_imports():
+            from peagle.loaded import load
 
     with progress_bars(err, quiet=quiet) as progress:
         imported = time.perf_counter()

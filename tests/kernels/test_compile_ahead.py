@@ -177,3 +177,72 @@ module.compile_ahead(lambda: launch(16), device)
 print(json.dumps({"before": before, "after": hits}))
 """
     assert run_script(script) == {"before": 0, "after": [False]}
+
+
+PROCESSES = """
+from peagle.kernels import compile_processes
+from peagle.kernels.compile_processes import CompileProcesses
+from tests.support.waiting import wait_for
+def start(count=1, ready=True):
+    processes = CompileProcesses(count)
+    connections = [processes._starting.get() for _ in range(count)]
+    for connection in connections:
+        if ready:
+            wait_for(connection.poll)
+        processes._starting.put(connection)
+    return processes
+def record(processes, pieces):
+    with KernelCompiler(2, processes) as compiler, compiler.recording():
+        launch(pieces)
+"""
+
+
+def test_processes_compile_what_launches_find(run_script: RunScript) -> None:
+    script = """
+processes = start(2)
+for pieces in (1, 2, 16):
+    record(processes, pieces)
+here = list(hits)
+for pieces in (1, 2, 16):
+    launch(pieces, warmup=True)
+print(json.dumps({"here": here, "launched": hits}))
+"""
+    assert run_script(PROCESSES + script) == {"here": [], "launched": [True] * 3}
+
+
+def test_threads_compile_while_processes_start(run_script: RunScript) -> None:
+    script = """
+processes = start(ready=False)
+record(processes, 1)
+print(json.dumps({"here": hits}))
+"""
+    assert run_script(PROCESSES + script) == {"here": [False]}
+
+
+def test_threads_compile_where_processes_have_ended(run_script: RunScript) -> None:
+    """One that ends while it compiles, and a program that cannot be started."""
+    script = """
+class Ending:
+    def __reduce__(self):
+        return os._exit, (1,)
+processes = start()
+ended = processes.compile(Ending())
+record(processes, 1)
+compile_processes.SERVER_MODULE = "peagle.kernels.there_is_none"
+record(start(), 2)
+print(json.dumps({"ended": ended, "here": hits}))
+"""
+    assert run_script(PROCESSES + script) == {"ended": False, "here": [False, False]}
+
+
+def test_threads_compile_functions_that_have_no_name_elsewhere(run_script: RunScript) -> None:
+    script = """
+processes = start()
+argmax.original, argmax._merge_kernel = argmax._merge_kernel, None
+def launch(pieces):
+    x = torch.empty(8)
+    argmax.original.run(x, out, x, out.long(), pieces, grid=(8,), warmup=False, BLOCK=8)
+record(processes, 1)
+print(json.dumps({"here": hits}))
+"""
+    assert run_script(PROCESSES + script) == {"here": [False]}

@@ -1,5 +1,7 @@
 """The CUDA context is created early only for a torch that uses it, and no device name fails."""
 
+import sys
+import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -47,3 +49,48 @@ def contexts(monkeypatch: pytest.MonkeyPatch, folder: Path, has_cuda: bool) -> l
     monkeypatch.setattr(preload, "find_spec", lambda name: spec)
     monkeypatch.setattr(preload, "create_context", created.append)
     return created
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "has_driver", "device", "expected"),
+    [
+        (True, True, "auto", True),
+        (True, True, "cuda:1", True),
+        (True, True, "cpu", False),
+        (True, False, "auto", False),
+        (False, True, "auto", False),
+    ],
+)
+def test_kernels_are_compiled_early_only_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_cuda: bool,
+    has_driver: bool,
+    device: str,
+    expected: bool,
+) -> None:
+    contexts(monkeypatch, tmp_path, has_cuda)
+    driver = tmp_path / "nvidiactl"
+    if has_driver:
+        driver.touch()
+    monkeypatch.setattr(preload, "GPU_FILES", (driver,))
+    monkeypatch.setattr(preload, "LATER_MODULES", ())
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    started: list[str] = []
+    loading = threading.Event()
+    monkeypatch.setattr(preload, "start_compile_processes", lambda: started.append("processes"))
+    monkeypatch.setattr(preload, "hash_compiler", lambda: started.append("hash"))
+    monkeypatch.setattr(preload, "load_libraries", lambda *_: loading.wait(60))
+    preload.preload(device)
+    loading.set()
+    assert started == (["processes", "hash"] if expected else [])
+
+
+def test_the_compiler_is_not_hashed_when_torch_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where loading libraries fails, as here."""
+    contexts(monkeypatch, tmp_path, has_cuda=True)
+    loaded = threading.Event()
+    preload.load_libraries("auto", loaded)
+    assert loaded.is_set()

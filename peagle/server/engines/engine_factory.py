@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from peagle.core import DRAFTER_METHODS, Method
-from peagle.engine.gc_tuning import freeze_live_objects, trim_heap
+from peagle.engine.gc_tuning import collection_paused, freeze_live_objects, trim_heap
 from peagle.errors import UserError
 from peagle.server.engines.method_choice import choose_method
 from peagle.server.messages import EngineKey
@@ -97,10 +97,11 @@ class EngineFactory:
 
 def import_models(device: str) -> None:
     """Import torch, and what loads models."""
-    preload(device)
-    import_module("torch")
-    with quick_imports():
-        import_module("peagle.loaded")
+    with collection_paused():
+        preload(device)
+        import_module("torch")
+        with quick_imports():
+            import_module("peagle.loaded")
 
 
 def load_pair(settings: ServerSettings) -> "LoadedPair":

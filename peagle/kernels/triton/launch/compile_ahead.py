@@ -1,15 +1,16 @@
-"""Compile kernels on several threads before they are launched.
+"""Compile kernels on several threads or in several processes before they are launched.
 
 Triton compiles a kernel at its first launch, one after the other. Here a pass runs once without
 launching anything: each launch only starts the compilation of its kernel, which ends up in Triton's
-cache on disk. Compiling releases the interpreter lock for most of its time.
+cache on disk. Each is compiled by a process of kernels/compile_processes.py where that was started,
+else by a thread. Compiling releases the interpreter lock for most of its time, but not for all.
 
-    passes run dry      launch a, launch b, launch a, ...    a few milliseconds each
-    threads             compile a | compile b | ...
-    the real passes     read a and b from the cache
+    passes run dry        launch a, launch b, launch a, ...    a few milliseconds each
+    threads, processes    compile a | compile b | ...
+    the real passes       read a and b from the cache
 
 A pass that comes later may start its compilations earlier (`wait=False`): probes and steps then
-share the threads, instead of waiting for each other's slowest kernel.
+share them, instead of waiting for each other's slowest kernel.
 
 A later start reads them from the cache at once. So that it need not run passes dry to find that
 out, a file in the cache says for what kernels were compiled (compiled_marker.py).
@@ -32,7 +33,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from peagle.kernels.compile_processes import CompileProcesses, compile_processes
 from peagle.kernels.triton.launch.compiled_marker import CompiledMarker
+from peagle.kernels.triton.launch.kernel_job import KernelJob, compile_kernel
 
 try:
     import triton
@@ -102,11 +105,13 @@ def run_dry(work: Callable[[], object], level: int) -> bool:
 class KernelCompiler:
     """Threads that compile the kernels launched while recording; leaving it waits for them."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, processes: CompileProcesses | None = None) -> None:
+        """`processes`: compile kernels where they can, and threads wait for them."""
         self.kernels: dict[KernelKey, Future[None]] = {}
         # By device and description: the kernels of passes that were run dry.
         self.started: dict[tuple[torch.device, str | None], list[Future[None]]] = {}
         self._executor = ThreadPoolExecutor(threads, "peagle-compile")
+        self._processes = processes
 
     def __enter__(self) -> "KernelCompiler":
         return self
@@ -176,14 +181,21 @@ class KernelCompiler:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in json.loads(specialization)["options"].items()
         }
-        self.kernels[key] = self._executor.submit(compile_kernel, source, target, options)
+        self.kernels[key] = self._executor.submit(self._compile, source, target, options)
         return self.kernels[key]
+
+    def _compile(self, source: Any, target: Any, options: dict[str, Any]) -> None:
+        if self._processes is not None:
+            job = KernelJob.create(source, target, options)
+            if job is not None and self._processes.compile(job):
+                return
+        compile_kernel(source, target, options)
 
 
 @cache
 def shared_compiler() -> KernelCompiler:
     """One for all engines of a process, whose threads wait when nothing is to be compiled."""
-    return KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS))
+    return KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS), compile_processes())
 
 
 def launch_key(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Hashable:
@@ -199,15 +211,6 @@ def _argument_key(argument: Any) -> Hashable:
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % POINTER_ALIGNMENT == 0
     return type(argument), argument
-
-
-def compile_kernel(source: Any, target: Any, options: dict[str, Any]) -> None:
-    """Compile a kernel, and the function in C that launches it where Triton has one for each."""
-    try:
-        kernel = triton.compile(source, target=target, options=options)
-        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-    except Exception:
-        log.debug("a kernel was not compiled ahead", exc_info=True)
 
 
 class ZeroedMemory(TorchDispatchMode):

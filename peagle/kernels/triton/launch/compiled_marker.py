@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from peagle.kernels.compile_processes import MARKER_PREFIX
+
 try:
     import triton
 except ImportError:  # without Triton there is nothing to compile
@@ -32,7 +34,7 @@ class CompiledMarker:
         digest = hashlib.sha256(description.encode())
         digest.update(sources_digest())
         folder = Path(triton.knobs.cache.dir)
-        self.path = folder / f"peagle-{digest.hexdigest()[:32]}"
+        self.path = folder / f"{MARKER_PREFIX}{digest.hexdigest()[:32]}"
 
     def exists(self) -> bool:
         return self.path.exists()
