@@ -422,7 +422,11 @@ def measure_soak(options: argparse.Namespace) -> Iterator[Row]:
     load.kill = True
     if options.smoke:
         load.streams = 12
-    with pair_of("soak", options) as pair, serving_part("soak", pair.arguments, options) as server:
+    words = ["--kv-tokens", str(options.kv_tokens)] if options.kv_tokens else []
+    with (
+        pair_of("soak", options) as pair,
+        serving_part("soak", [*pair.arguments, *words], options) as server,
+    ):
         passed = asyncio.run(soak(server, load))
     name = f"{load.streams} streams, {load.seconds:.0f} s"
     yield Row("soak", name, float(passed), "1", passed)
@@ -526,6 +530,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--http-workers", type=int, help="default: that of `peagle serve`")
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--kv-tokens", type=int, help="of the soak, beside other work on the GPU")
     parser.add_argument("--soak-seconds", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=560.0, help="of all parts together")
     parser.add_argument("--vllm", type=Path, help="folder with vLLM, for the part `vllm`")
