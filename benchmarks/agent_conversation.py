@@ -203,7 +203,8 @@ def main() -> None:
         http_server = HttpServer(arguments.url, arguments.temperature)
         print_turns(http_server, arguments.turns, arguments.seed)
         return
-    config = EngineConfig(max_batch=1, page_size=arguments.page_size)
+    # Exact mode without batch-invariant kernels has no prefix cache.
+    config = EngineConfig(max_batch=1, page_size=arguments.page_size, exact=False)
     with Engine(arguments.pair, config) as engine:
         engine_server = EngineServer(engine, arguments.temperature)
         print_turns(engine_server, arguments.turns, arguments.seed)

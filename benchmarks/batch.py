@@ -3,8 +3,9 @@
     python -m benchmarks.batch DATA cuda bfloat16      # DATA: the folder with humaneval.jsonl
 
 Plain decoding is the reference loop `peagle.reference.decode`, one request at a time, without
-drafts. Where an answer differs from it, the margin is printed: how much higher the target's logit
-of its own token is than that of the token in the answer.
+drafts. The engine runs without exact mode. Where an answer differs from plain decoding, the margin
+is printed: how much higher the target's logit of its own token is than that of the token in the
+answer.
 """
 
 import random
@@ -90,6 +91,7 @@ def main(data: str, device: str, dtype: str) -> None:
             max_batch=NUM_REQUESTS,
             context=2048,
             kv_tokens=NUM_REQUESTS * 512,
+            exact=False,
             thread=False,
         )
         engine = Engine(pair, config)

@@ -49,7 +49,12 @@ def measure(
     drafter = with_refinement(pair.drafter("p-eagle"), passes)
     one = LoadedPair(pair.pair, pair.target, {"p-eagle": drafter})
     config = EngineConfig(
-        method="p-eagle", k=options.k, tree=options.tree, max_batch=streams, thread=False
+        method="p-eagle",
+        k=options.k,
+        tree=options.tree,
+        max_batch=streams,
+        exact=False,  # Without kernels for it, only chains would be exact.
+        thread=False,
     )
     ids = [pair.encode(prompt) for prompt in PROMPTS]
     count = max(2 * streams, len(ids))

@@ -39,6 +39,7 @@ class PeagleModel:
                 context=self.pair.target.fit_context(self.context),
                 kv_tokens=batch * (self.context + 64),
                 prefill_chunk=self.context,
+                exact=False,
                 prefix_caching=False,
                 int8=int8,
                 thread=False,

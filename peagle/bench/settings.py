@@ -24,7 +24,7 @@ class BenchSettings:
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
-    exact: bool = False
+    exact: bool | None = None  # None: the engine decides
     profile: str | None = None
     warmup: int = 16  # tokens of each user's warm-up answer
     tree: tuple[int, ...] = CHAINS_ONLY  # nodes

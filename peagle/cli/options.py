@@ -69,7 +69,7 @@ Exact = Annotated[
     typer.Option(
         "--exact/--no-exact",
         help="Answers bit-equal to those of a request alone without drafts, even at near ties."
-        " Default: on where it is needed and supported.",
+        " Default: on below float32, where it is supported and costs little.",
         show_default=False,
     ),
 ]

@@ -22,7 +22,7 @@ class EngineConfig:
     prefill_chunk: int | None = None  # prompt tokens computed per step
     max_queue: int = 1024
     page_size: int = PAGE_SIZE  # positions per KV page
-    exact: bool | None = False  # see below
+    exact: bool | None = None  # see below
     int8: bool = False  # multiply with 8-bit weights: CPU only, and not lossless
     prefix_caching: bool = True
     cuda_graphs: bool = True
@@ -41,8 +41,9 @@ class EngineConfig:
     all. None: as the drafter's config says.
 
     `exact`: answers are bit-equal to those of a request alone without drafts, in batches where
-    kernels allow it, and with a pass for each request elsewhere. None: exact unless the dtype is
-    float32 or the target does not support it.
+    kernels allow it, and with a pass for each request elsewhere. None: below float32, exact in
+    batches where that costs little, on a CPU with the C kernels and on GPUs where it was measured;
+    and with a `max_batch` of 1 wherever it is supported.
     """
 
     def __post_init__(self) -> None:

@@ -95,6 +95,7 @@ def run_facts(result: BenchResult) -> dict[str, dict[str, str]]:
             "command": info.command,
             "engine": info.engine,
             "endpoint": info.endpoint,
+            "exact mode": exact_modes(result),
         },
         "target": info.target,
         "drafters": info.drafters,
@@ -106,6 +107,12 @@ def run_facts(result: BenchResult) -> dict[str, dict[str, str]]:
         for name, section in sections.items()
         if section
     }
+
+
+def exact_modes(result: BenchResult) -> str | None:
+    """The modes in which its cells ran; None where the file does not say."""
+    modes = dict.fromkeys(cell.exact_mode for cell in result.cells if cell.exact_mode)
+    return ", ".join(modes) or None
 
 
 def plain_text(value: Any) -> str:

@@ -85,13 +85,14 @@ class BenchCell(RunMetrics):
         medians = {
             f.name: median_value([getattr(run, f.name) for run in runs])
             for f in METRIC_FIELDS
-            if f.name not in ("failed", "first_error")
+            if f.name not in ("failed", "first_error", "exact_mode")
         }
         return cls(
             key=key,
             **medians,
             failed=max(run.failed or 0 for run in runs),
             first_error=next((run.first_error for run in runs if run.first_error), None),
+            exact_mode=runs[-1].exact_mode,
             repeats=len(runs),
             output_throughput_runs=tuple(round_digits(rate) for rate in rates),
             output_throughput_spread=(round_digits(min(rates)), round_digits(max(rates))),

@@ -30,6 +30,7 @@ class CellRun:
     k_steps: dict[int, int] = field(default_factory=dict)
     gpu_memory_bytes: int | None = None
     energy_joules: float | None = None
+    exact_mode: str | None = None  # of peagle's engine: batched, one by one or off
 
     @property
     def failed(self) -> list[RequestRecord]:
@@ -58,6 +59,7 @@ class CellRun:
             gpu_memory_bytes=self.gpu_memory_bytes,
             energy_joules=energy,
             joules_per_token=energy / tokens if energy is not None and tokens else None,
+            exact_mode=self.exact_mode,
         )
 
 

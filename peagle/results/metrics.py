@@ -14,6 +14,8 @@ PARSERS: dict[Any, Any] = {
     Mapping[int, int]: as_counts,
 }
 
+NAMED_IF_KNOWN = ("exact_mode",)  # newer fields
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
@@ -51,13 +53,20 @@ class RunMetrics:
     gpu_memory_bytes: int | None = None
     energy_joules: float | None = None
     joules_per_token: float | None = None
+    # batched, one by one or off; None: an endpoint, or a file of an older version
+    exact_mode: str | None = None
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Self:
         return cls(**parse_metrics(raw))
 
     def to_json(self) -> dict[str, Any]:
-        return {f.name: json_value(getattr(self, f.name)) for f in METRIC_FIELDS}
+        """Newer fields are left out where they are None, so that older files stay as they are."""
+        return {
+            f.name: json_value(getattr(self, f.name))
+            for f in METRIC_FIELDS
+            if f.name not in NAMED_IF_KNOWN or getattr(self, f.name) is not None
+        }
 
 
 METRIC_FIELDS = fields(RunMetrics)

@@ -74,6 +74,7 @@ VALUE_OPTIONS = (
 FLAG_OPTIONS = (
     "int8",
     "exact",
+    "no-exact",
     "ngram",
     "no-ngram",
     "log-prompts",

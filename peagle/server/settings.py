@@ -55,7 +55,7 @@ class ServerSettings:
     context: int | None = None
     chunk: int | None = None  # maximum number of prompt tokens in one step
     int8: bool = False
-    exact: bool = False
+    exact: bool | None = None  # None: where it costs little, the engine decides
     prefix_caching: bool = True
     graphs: bool = True
     served_model_names: tuple[str, ...] = ()  # (): the pair's

@@ -22,6 +22,7 @@ from peagle.engine import Engine
 from peagle.engine.step.step_measurements import ExpertLoad
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair
+from tests.support.cpu_features import needs_c
 
 ARGUMENTS = [
     "bench-step",
@@ -74,6 +75,15 @@ def test_drafts_behind_the_profile_are_never_right() -> None:
     engine.drain()
     assert engine.metrics.generated_tokens == 4 * 48
     assert max(accepted for _, accepted in engine.metrics.pass_counts) <= 3
+    engine.close()
+
+
+@needs_c
+def test_the_fast_path_is_measured() -> None:
+    """A batch in bfloat16 is exact by default."""
+    pair = random_pair("tiny", "cpu", torch.bfloat16)
+    engine = build_engine(pair, "p-eagle", "auto", 2, 64)
+    assert engine.exact_mode is None
     engine.close()
 
 

@@ -1,12 +1,15 @@
 """Exact mode: in bfloat16 too, neither drafts nor other requests can change a token."""
 
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from peagle.core import METHODS, Method
 from peagle.draft_shape import DraftShape
+from peagle.engine import EngineConfig
 from peagle.engine.model import weight
 from peagle.engine.model.batch_invariance import (
     InvarianceProbe,
@@ -22,6 +25,7 @@ from peagle.engine.model.exactness import (
 )
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import build_verifier
+from peagle.engine.step.exact_mode import expects_exact_mode
 from peagle.engine.step.step_output import StepRecord
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
@@ -249,12 +253,54 @@ def test_it_is_refused_where_rows_depend_on_their_neighbors() -> None:
     assert [len(tokens_of(steps)) for steps in serve(engine, ASKED)] == [COUNT] * 2
 
 
-def test_the_default_is_exact_in_half_precision_only() -> None:
-    assert engine_of(pair("llama"), "none", exact=None).exact
-    assert not engine_of(pair("llama"), "none").exact
-    assert not engine_of(pair_of(make_target()), "none", exact=None).exact, (
-        "float32 does not need it"
-    )
+# The default: exact in batches where that costs little, and one request at a time.
+
+
+@needs_c
+def test_the_default_is_exact_in_batches() -> None:
+    engine = engine_of(pair("llama"), "p-eagle", page_size=PAGE, kv_tokens=600)
+    batches: list[int] = []
+    engine.on_step(lambda record: batches.append(record.batch))
+    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
+    assert engine.status()["exact_mode"] == "batched" and max(batches) == 2
+    assert not engine_of(pair("llama"), "p-eagle", exact=False).exact
+
+
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_the_default_is_not_exact_in_float32(max_batch: int) -> None:
+    """Near ties are unlikely there."""
+    engine = engine_of(pair_of(make_target()), "none", max_batch=max_batch)
+    assert engine.exact_mode is None and "exact" not in engine.startup.as_dict()
+
+
+@pytest.mark.parametrize(("max_batch", "mode"), [(1, "one by one"), (4, None)])
+def test_by_default_only_a_single_request_has_its_own_passes(
+    max_batch: int, mode: str | None
+) -> None:
+    """A target that runs through transformers has no batch-invariant kernels."""
+    engine = engine_of(pair("gemma2"), "none", max_batch=max_batch)
+    status = engine.status()
+    assert (status["exact"], status["exact_mode"]) == (mode is not None, mode)
+    assert engine.loop.scheduler.allocator.caching == (mode is None)
+    assert engine_of(pair("gemma2"), "none", max_batch=max_batch, exact=True).exact
+
+
+def test_the_default_follows_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one(monkeypatch)
+    assert engine_of(pair("llama"), "p-eagle", max_batch=4).exact_mode is None
+    assert engine_of(pair("llama"), "p-eagle", max_batch=1).exact_mode == "one by one"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_gpus_without_measurements_are_not_exact_in_batches_by_default(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 1))
+    assert expects_exact_mode(EngineConfig(), on_gpu) == (capability == (9, 0))
+    assert expects_exact_mode(EngineConfig(max_batch=1), on_gpu)
+    assert expects_exact_mode(EngineConfig(exact=True), on_gpu)
+    assert not expects_exact_mode(EngineConfig(exact=False), on_gpu)
 
 
 def test_without_it_the_bits_differ() -> None:

@@ -19,11 +19,13 @@ from peagle.report.figures import figures
 from peagle.report.grid import OVERALL, Grid, grids_by_set, set_names
 from peagle.report.machines import group_by_machine
 from peagle.report.markdown import markdown
+from peagle.report.page import run_facts
 from peagle.report.palette import DARK, LIGHT, MARKERS, SERIES_COLORS
 from peagle.report.verdict import eagle3_sentence, verdict
 from peagle.results.cell import BenchCell
 from peagle.results.json_values import as_float
 from peagle.results.key import CellKey
+from peagle.results.run_file import read_result
 from peagle.results.run_folder import read_results
 from tests.support.results import cell, result, write
 
@@ -440,6 +442,17 @@ def test_every_cell_says_how_many_answers_are_identical(tmp_path: Path) -> None:
         table = cell_table(grids[name], name)
         column = table.columns.index("identical answers")
         assert [row[column] for row in table.rows] == texts
+
+
+def test_a_run_names_its_exact_modes(tmp_path: Path) -> None:
+    old, new = (result(name, methods=("none", "p-eagle"), concurrency=(1,)) for name in "ab")
+    for i, raw in enumerate(new["cells"]):
+        raw["exact_mode"] = "batched" if i else "off"
+    facts = []
+    for content in (old, new):
+        path = write(tmp_path, content)
+        facts.append(run_facts(read_result(path))["run"].get("exact mode"))
+    assert facts == [None, "off, batched"]
 
 
 def test_missing_values_are_dashes(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_an_unfinished_run_is_written_as_it_was_read(tmp_path: Path) -> None:
         k_steps={11: 3, 5: 4},
         gpu_memory_bytes=12345,
         energy_joules=12.0,
+        exact_mode="batched",
     )
     writer = ResultWriter(tmp_path / "r.json", RunInfo(settings={"repeats": 3}))
     writer.add(CellKey("x", "p-eagle", "auto", 2, 16), run)
@@ -70,6 +71,7 @@ def test_an_unfinished_run_is_written_as_it_was_read(tmp_path: Path) -> None:
     assert content["runs"][0]["duration"] == 1.2345678901
     assert content["cells"][0]["duration"] == 1.23457  # medians have six digits
     assert content["runs"][0]["k_steps"] == {"5": 4, "11": 3}
+    assert content["runs"][0]["exact_mode"] == content["cells"][0]["exact_mode"] == "batched"
     result = BenchResult.from_json(tmp_path / "r.json", content)
     assert json.dumps(result.to_json(), indent=2) + "\n" == text
 

@@ -62,6 +62,16 @@ def test_variables_become_options(tmp_path: Path) -> None:
     ]
 
 
+def test_flags_that_turn_off_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"SM_VLLM_NO_EXACT": "true", "SM_VLLM_NO_NGRAM": ""}
+    assert serve_arguments(variables, tmp_path) == [*BASE, "--no-exact", "--no-ngram"]
+    got = settings_of(monkeypatch, "pair")
+    assert got.exact is got.ngram is None
+    assert settings_of(monkeypatch, "pair", "--exact").exact is True
+    got = settings_of(monkeypatch, "pair", **variables)
+    assert got.exact is got.ngram is False
+
+
 def test_model_and_drafter_folders(tmp_path: Path) -> None:
     hub = {"HF_MODEL_ID": "hub/id"}
     assert serve_arguments({}, tmp_path) == BASE
@@ -346,6 +356,7 @@ def test_settings_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     got = settings_of(
         monkeypatch, "pair", *options, "--vllm-python", "py", "--", "--seed", "1", "--no-x"
     )
+    assert got.exact is None
     assert (got.pair, got.engine, got.tensor_parallel, got.trust_remote_code) == (
         "pair",
         "vllm",

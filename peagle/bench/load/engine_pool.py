@@ -31,14 +31,14 @@ class EnginePool:
         max_batch: int,
         max_length: int,
         kv_tokens: int,
-        exact: bool,
+        exact: bool | None,
         ngram: bool | None = None,
     ) -> None:
         self.loaded = loaded
         self.max_batch = max_batch
         self.max_length = max_length  # positions of the longest request
         self.kv_tokens = kv_tokens  # positions of all requests of a batch
-        self.exact = exact
+        self.exact = exact  # None: the engine decides
         self.ngram = ngram  # n-gram drafts beside those of a drafter; None: the engine decides
         self.engines: OrderedDict[EngineKey, Engine] = OrderedDict()
         self.engine_bytes: dict[EngineKey, int] = {}

@@ -23,7 +23,7 @@ class NativeRunner:
         jobs: Sequence[LoadJob],
         concurrency: int,
         temperature: float,
-        exact: bool,
+        exact: bool | None,
         warmup: int,
         ngram: bool | None = None,
     ) -> None:
@@ -65,6 +65,7 @@ class NativeRunner:
             k_steps=steps.k_steps,
             gpu_memory_bytes=self.pool.peak_memory(engine) if device.type == "cuda" else None,
             energy_joules=energy,
+            exact_mode=engine.exact_mode or "off",
         )
 
     def close(self) -> None:

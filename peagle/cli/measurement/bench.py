@@ -14,7 +14,6 @@ from peagle.cli.measurement.bench_options import (
     ClientCount,
     DraftLengths,
     EndpointUrl,
-    ExactMode,
     IgnoreEos,
     LengthProfile,
     MaxAnswerTokens,
@@ -40,7 +39,7 @@ from peagle.cli.measurement.options import (
     TaskLimit,
     UserCounts,
 )
-from peagle.cli.options import Device, Dtype, Ngram, Target
+from peagle.cli.options import Device, Dtype, Exact, Ngram, Target
 from peagle.core import parse_method
 from peagle.errors import UserError
 
@@ -76,7 +75,7 @@ def bench(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     ignore_eos: IgnoreEos = False,
-    exact: ExactMode = False,
+    exact: Exact = None,
     warmup: WarmupTokens = 16,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -112,7 +111,7 @@ def parse_cells(
     tree: str,
     concurrency: str,
     endpoint: str | None,
-    exact: bool,
+    exact: bool | None,
     clients: int,
 ) -> "BenchSettings":
     """The settings that decide which cells there are; the sets are looked up later."""
@@ -129,7 +128,7 @@ def parse_cells(
             )
         if any(trees):
             raise UserError("--tree is for peagle's own engine: leave it out with --endpoint")
-        if exact:
+        if exact is not None:
             raise UserError("--exact is for peagle's own engine: leave it out with --endpoint")
     elif clients != 1:
         raise UserError("--clients is for servers: give --endpoint, or leave it out")

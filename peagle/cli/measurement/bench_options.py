@@ -111,9 +111,6 @@ Seed = Annotated[
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Every answer has --max-tokens tokens.")
 ]
-ExactMode = Annotated[
-    bool, typer.Option("--exact", help="Bit-equal to requests alone without drafts.")
-]
 WarmupTokens = Annotated[
     int, typer.Option("--warmup", help="Tokens that each user requests before a run.")
 ]

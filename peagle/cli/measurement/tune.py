@@ -127,8 +127,9 @@ def measure_all(
     from peagle.bench.tune import Tuner, request_count
 
     used = jobs[: request_count(max(counts))]
+    # `exact` as in `peagle serve`, whose settings are chosen here.
     runner = NativeRunner(
-        loaded, used, max(counts), temperature=0.0, exact=False, warmup=WARMUP_TOKENS
+        loaded, used, max(counts), temperature=0.0, exact=None, warmup=WARMUP_TOKENS
     )
     best: dict[int, Best] = {}
     with err.status("starting") as status:

@@ -85,10 +85,6 @@ Drafters = Annotated[
         show_default=False,
     ),
 ]
-ExactMode = Annotated[
-    bool,
-    typer.Option("--exact", help="Answers bit-equal to those of a request alone without drafts."),
-]
 
 # The native engine.
 MaxBatch = Annotated[

@@ -1,7 +1,7 @@
 import typer
 
 from peagle.cli.application import app
-from peagle.cli.options import Device, DrafterWindow, Dtype, Int8, Method, Ngram, Target
+from peagle.cli.options import Device, DrafterWindow, Dtype, Exact, Int8, Method, Ngram, Target
 from peagle.cli.serving import options
 
 
@@ -33,7 +33,7 @@ def serve(
     target: Target = None,
     drafter: options.Drafters = None,
     int8: Int8 = False,
-    exact: options.ExactMode = False,
+    exact: Exact = None,
     prefix_caching: options.PrefixCaching = True,
     enforce_eager: options.EnforceEager = False,
     learn: options.Learn = None,
