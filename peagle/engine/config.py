@@ -43,7 +43,8 @@ class EngineConfig:
     `exact`: answers are bit-equal to those of a request alone without drafts, in batches where
     kernels allow it, and with a pass for each request elsewhere. None: below float32, exact in
     batches where that costs little, on a CPU with the C kernels and on GPUs where it was measured;
-    and with a `max_batch` of 1 wherever it is supported.
+    and with a `max_batch` of 1 wherever it is supported. Large targets on the C kernels are not
+    probed then, and count as not exact (docs/lossless.md).
     """
 
     def __post_init__(self) -> None:

@@ -25,12 +25,14 @@ from peagle.engine.model.exactness import (
 )
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import build_verifier
+from peagle.engine.step import exact_mode
 from peagle.engine.step.exact_mode import expects_exact_mode
 from peagle.engine.step.step_output import StepRecord
 from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
 from peagle.loaded import LoadedPair
+from peagle.target.gguf.modules import weight_bytes
 from tests.support.cpu_features import needs_c
 from tests.support.decoding import tokens_of
 from tests.support.engines import (
@@ -207,7 +209,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for targets without batch-invariant kernels."""
     monkeypatch.setattr(
         "peagle.engine.step.exact_mode.enable_batch_invariance",
-        lambda *_: "rows depend on the batch",
+        lambda *_, **__: "rows depend on the batch",
     )
 
 
@@ -291,16 +293,66 @@ def test_the_default_follows_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_of(pair("llama"), "p-eagle", max_batch=1).exact_mode == "one by one"
 
 
+@needs_c
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_large_targets_on_a_cpu_are_not_probed_by_default(
+    max_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = weight_bytes(pair("llama").target.model)
+    probes = count_probes(monkeypatch)
+    monkeypatch.setattr(exact_mode, "MAX_DEFAULT_PROBE_BYTES", limit - 1)
+    engine = engine_of(pair("llama"), "p-eagle", k=23, max_batch=max_batch)
+    assert engine.exact_mode is None and not probes
+    assert engine_of(pair("llama"), "p-eagle", k=23, max_batch=max_batch, exact=True).exact
+    assert len(probes) == 1
+    monkeypatch.setattr(exact_mode, "MAX_DEFAULT_PROBE_BYTES", limit)
+    engine = engine_of(pair("llama"), "p-eagle", k=23, max_batch=max_batch)
+    assert engine.exact_mode == "batched"
+
+
+def test_large_targets_without_c_kernels_keep_their_own_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their bits depend on it."""
+    monkeypatch.setattr(exact_mode, "MAX_DEFAULT_PROBE_BYTES", 0)
+    assert engine_of(pair("gemma2"), "none", max_batch=1).exact_mode == "one by one"
+
+
+def count_probes(monkeypatch: pytest.MonkeyPatch) -> list[InvarianceProbe]:
+    """Every probe that runs from now on."""
+    probes: list[InvarianceProbe] = []
+    difference = InvarianceProbe.difference
+
+    def counted(probe: InvarianceProbe) -> str | None:
+        probes.append(probe)
+        return difference(probe)
+
+    monkeypatch.setattr(InvarianceProbe, "difference", counted)
+    return probes
+
+
+@pytest.mark.parametrize("quantized", [None, "fp8", "int8", "int4", "mixed"])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-def test_gpus_without_measurements_are_not_exact_in_batches_by_default(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_gpus_and_formats_without_measurements_are_not_exact_in_batches_by_default(
+    capability: tuple[int, int], quantized: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    on_gpu: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 1))
-    assert expects_exact_mode(EngineConfig(), on_gpu) == (capability == (9, 0))
+    on_gpu: Any = SimpleNamespace(
+        dtype=torch.bfloat16, device=torch.device("cuda", 1), format=quantized
+    )
+    measured = capability == (9, 0) and quantized is None
+    assert expects_exact_mode(EngineConfig(), on_gpu) == measured
     assert expects_exact_mode(EngineConfig(max_batch=1), on_gpu)
     assert expects_exact_mode(EngineConfig(exact=True), on_gpu)
     assert not expects_exact_mode(EngineConfig(exact=False), on_gpu)
+
+
+@pytest.mark.parametrize("quantized", [None, "fp8", "int8"])
+def test_quantized_targets_on_a_cpu_are_exact_in_batches_by_default(quantized: str | None) -> None:
+    on_cpu: Any = SimpleNamespace(
+        dtype=torch.bfloat16, device=torch.device("cpu"), format=quantized
+    )
+    assert expects_exact_mode(EngineConfig(), on_cpu)
 
 
 def test_without_it_the_bits_differ() -> None:

@@ -10,11 +10,15 @@ the machine, bit by bit. Requests of random tokens run in two ways:
 Keys, values and logits must be equal. Prefix caching, chunked prompts and preemption are exact for
 the same reason: a row may come from any pass. One more request has a long context of random keys
 and values instead of a prompt, behind which its drafts run.
+
+Engines that share a target may share a successful probe of the C kernels. On a GPU they do not:
+every verifier chooses products of the vendor's library for itself.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,21 +42,66 @@ TABLE_ALIGNMENT = 16  # pages: Triton compiles the kernels that a long page tabl
 PROBED_LEAVES = 3  # of each tree
 
 
+@dataclass(frozen=True, slots=True)
+class InvarianceProof:
+    """A successful probe: what decides which kernels run, for one target."""
+
+    dtype: torch.dtype
+    int8: bool
+    page_size: int
+    shape: DraftShape  # the largest draft
+
+    def covers(self, other: "InvarianceProof") -> bool:
+        """Whether an engine that needs `other` needs no probe of its own.
+
+        An engine drafts up to its largest shape, and its probe stands for all smaller ones. So it
+        does in another engine. A chain says nothing about trees.
+        """
+        if (self.dtype, self.int8, self.page_size) != (other.dtype, other.int8, other.page_size):
+            return False
+        if chain_rows(other.shape) > chain_rows(self.shape):
+            return False
+        if other.shape.is_chain:
+            return True
+        fits = other.shape.k <= self.shape.k and other.shape.nodes <= self.shape.nodes
+        return fits and not self.shape.is_chain
+
+
+def chain_rows(shape: DraftShape) -> int:
+    """Rows of the chains that are probed for engines with this largest draft."""
+    return max(MIN_BLOCK, shape.k + 1)
+
+
+# Of the C kernels, in this process.
+_proofs: WeakKeyDictionary[Target, set[InvarianceProof]] = WeakKeyDictionary()
+
+
 def enable_batch_invariance(
-    verifier: Verifier, target: Target, page_size: int, shape: DraftShape
+    verifier: Verifier,
+    target: Target,
+    page_size: int,
+    shape: DraftShape,
+    reuse_proof: bool = False,
 ) -> str | None:
     """Use batch-invariant kernels from now on.
 
-    `shape`: the largest draft. Returns None, or the reason why it is not possible; the verifier is
-    then as before.
+    `shape`: the largest draft. `reuse_proof`: skip the probe if one of another engine covers it.
+    Returns None, or the reason why it is not possible; the verifier is then as before.
     """
     if not isinstance(verifier, FusedLlamaTarget):
         return "its layers run through transformers, whose kernels depend on the number of rows"
     reason = verifier.use_batch_invariant()
-    if reason is None:
-        reason = InvarianceProbe(verifier, target, page_size, shape).difference()
-        if reason is not None:
-            verifier.use_batch_invariant(False)
+    if reason is not None:
+        return reason
+    proof = InvarianceProof(target.dtype, verifier.int8, page_size, shape)
+    known = _proofs.setdefault(target, set())
+    if reuse_proof and verifier.uses_c_kernels and any(x.covers(proof) for x in tuple(known)):
+        return None
+    reason = InvarianceProbe(verifier, target, page_size, shape).difference()
+    if reason is not None:
+        verifier.use_batch_invariant(False)
+    elif verifier.uses_c_kernels:
+        known.add(proof)
     return reason
 
 
@@ -155,7 +204,7 @@ class InvarianceProbe:
         self.target = target
         # What kernels depend on.
         self.description = f"invariance {describe_target(target)} {page_size} {shape}"
-        self.block = max(MIN_BLOCK, shape.k + 1)
+        self.block = chain_rows(shape)
         self.tree = None if shape.is_chain else ProbeTree.grow(shape)
         room = max(self.block, shape.nodes + 1)
         most = target.context - room

@@ -244,6 +244,7 @@ class FusedLlamaTarget:
         self.rope = rope_table(decoder.rotary_emb, length, target.device)
         self.taps: tuple[int, ...] = ()
         self.batch_invariant = False  # see `use_batch_invariant`
+        self.int8 = False  # see `quantize`
         self.cpu_layers = fuse_layers(self.layers)
 
     def use_codes(self) -> float:
@@ -256,13 +257,18 @@ class FusedLlamaTarget:
         self.cpu_layers = fuse_layers(self.layers)
         return sum(uses_codes) / len(uses_codes)
 
+    @property
+    def uses_c_kernels(self) -> bool:
+        """Whether all layers and lm_head run in C, on a CPU."""
+        return self.cpu_layers is not None and self.lm_head.matrix is not None
+
     def use_batch_invariant(self, enabled: bool = True, prove: bool = True) -> str | None:
         """Compute every row in an order that neither the batch nor the draft decides, from now on.
 
         Returns None, or the reason why no kernels do that here. The C kernels always do.
         `prove`: on a GPU, find out which products the vendor's library may compute.
         """
-        if self.cpu_layers is not None and self.lm_head.matrix is not None:
+        if self.uses_c_kernels:
             return None
         if self.expert_counts is not None:
             return "the sums of its experts depend on the number of rows"
@@ -315,6 +321,7 @@ class FusedLlamaTarget:
             self.layers[i] = self.layers[i].quantized()
         self.cpu_layers = fuse_layers(self.layers)
         self.lm_head.quantize()
+        self.int8 = True
 
     def forward(
         self, ids: Tensor, rows: RowPass, kv_cache: KVCache, logit_rows: Tensor | None = None

@@ -9,15 +9,20 @@ from peagle.draft_shape import DraftShape
 from peagle.engine.config import EngineConfig
 from peagle.engine.model.batch_invariance import enable_batch_invariance
 from peagle.engine.model.exactness import exact_multiple
+from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.step.stepper import Stepper
 from peagle.errors import UserError
 from peagle.target import Target
+from peagle.target.gguf.modules import weight_bytes
 
 ExactMode = Literal["batched", "one by one"]
 
 # GPUs whose engines are exact in batches by default, by compute capability. Hopper: the price of
 # exact mode was measured there (docs/lossless.md).
 DEFAULT_CAPABILITIES = ((9, 0),)
+# Weights of the largest target that is probed on a CPU by default. About 100 passes read all of
+# them: 8 to 14 seconds for each GB on two cores.
+MAX_DEFAULT_PROBE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +37,28 @@ def expects_exact_mode(config: EngineConfig, target: Target) -> bool:
         return config.exact
     if target.dtype == torch.float32:  # Near ties are unlikely.
         return False
-    return config.max_batch == 1 or is_default_in_batches(target.device)
+    return config.max_batch == 1 or is_default_in_batches(target)
 
 
-def is_default_in_batches(device: torch.device) -> bool:
-    """Whether batches on this device are exact by default, where kernels allow it.
+def is_default_in_batches(target: Target) -> bool:
+    """Whether batches of this target are exact by default, where kernels allow it.
 
-    Only the C kernels allow it on a CPU.
+    Only the C kernels allow it on a CPU. On a GPU, the price was not measured for quantized
+    checkpoints: the vendor's library does not multiply with scales.
     """
+    device = target.device
     if device.type != "cuda":
         return True
-    return torch.cuda.get_device_capability(device) in DEFAULT_CAPABILITIES
+    capability = torch.cuda.get_device_capability(device)
+    return target.format is None and capability in DEFAULT_CAPABILITIES
+
+
+def is_probed_by_default(stepper: Stepper) -> bool:
+    """False for large targets on the C kernels, which compute the same bits without a probe."""
+    verifier = stepper.verifier
+    if not isinstance(verifier, FusedLlamaTarget) or not verifier.uses_c_kernels:
+        return True
+    return weight_bytes(stepper.target.model) <= MAX_DEFAULT_PROBE_BYTES
 
 
 def enable_exact_mode(config: EngineConfig, stepper: Stepper, max_shape: DraftShape) -> ExactChoice:
@@ -55,7 +71,11 @@ def enable_exact_mode(config: EngineConfig, stepper: Stepper, max_shape: DraftSh
     target = stepper.target
     if not expects_exact_mode(config, target):
         return ExactChoice(None, max_shape)
-    reason = enable_batch_invariance(stepper.verifier, target, config.page_size, max_shape)
+    if requested is None and not is_probed_by_default(stepper):
+        return ExactChoice(None, max_shape)
+    reason = enable_batch_invariance(
+        stepper.verifier, target, config.page_size, max_shape, reuse_proof=requested is None
+    )
     if reason is None:
         return ExactChoice("batched", max_shape)
     if requested is None and config.max_batch > 1:
