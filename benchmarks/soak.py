@@ -8,7 +8,9 @@ Each stream sends its next request when its answer is complete. With `kill -9` o
 
     answered     whole answers
     told         the answer had begun, and ended with the error "the engine stopped"
-    refused      503 with Retry-After, before anything was accepted: the engine is being replaced
+    full         429: while the engine is replaced, no more requests wait than the queue holds
+    refused      503 with Retry-After, before anything was accepted, although requests wait while
+                 the engine is replaced: a mistake
     queued, told accepted, nothing sent yet, and ended with an error: a mistake
     other        everything else: a mistake
 
@@ -43,7 +45,8 @@ SAMPLES = 20  # Lines of the table.
 MAX_GROWTH_MB = 24.0
 MAX_GROWTH = 0.08  # Of the memory, where that is more.
 SETTLED = 0.3  # Share of a phase after which memory must be flat.
-MISTAKES = ("queued, told", "other")
+REFUSALS = {b"429": "full", b"503": "refused"}
+MISTAKES = ("refused", "queued, told", "other")
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +129,7 @@ class Soak:
         line = await reader.readline()
         status = line.split()[1] if line else b"no response"
         if status != b"200":
-            request.outcome = "refused" if status == b"503" else "other"
+            request.outcome = REFUSALS.get(status, "other")
             self.errors[f"HTTP {status.decode()}"] += 1
             return
         request.accepted = True

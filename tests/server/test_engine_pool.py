@@ -241,11 +241,13 @@ def test_a_failed_step_of_the_main_engine_ends_the_pool(monkeypatch: pytest.Monk
         pool = thread_engines(backend).engine_pool
         assert pool.main is not None
         monkeypatch.setattr(pool.main.engine.loop, "_prefill", lambda *_: 1 / 0)
-        waiting = asyncio.create_task(ask(client, code=503))
+        waiting = [asyncio.create_task(ask(client, code=503))]
         await until(lambda: pool.state == "ended" and not backend.is_healthy)
-        assert "started again" in (await ask(client, code=503))["error"]["message"]
-        backend.engines.fail("no other process")  # Until then, the request waits for one.
-        await waiting
+        assert "started again" in (await client.get("/health")).json()["error"]["message"]
+        waiting.append(asyncio.create_task(ask(client, code=503)))
+        await until(lambda: backend.engines.pool.waiting == 2)
+        backend.engines.fail("no other process")  # Until then, the requests wait for one.
+        await asyncio.gather(*waiting)
         pool.main.engine.close()
 
     served(test)

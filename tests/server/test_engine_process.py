@@ -154,7 +154,8 @@ def test_failures_of_its_process(
 async def kill_in_the_middle(
     client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path
 ) -> None:
-    """Answers that have begun end with an error; those in the queue are given by the next one."""
+    """Answers that have begun end with an error. The next process answers all other requests: those
+    in the queue, and those that arrive while it starts."""
     expected = (await ask(client))["choices"]
     control.write_text("slow 0.05")
     body = {"messages": HELLO, "temperature": 0, "stream": True} | LONG
@@ -165,10 +166,13 @@ async def kill_in_the_middle(
     pid = only(engines).status.pid
     os.kill(pid, signal.SIGKILL)
     control.write_text("")
+    await until(lambda: not backend.is_healthy)
+    arrived = [asyncio.create_task(ask(client)) for _ in range(20)]
+    assert (await client.get("/health")).status_code == 503
     for task in running:
         error = events((await task).text)[-1]["error"]
         assert error["code"] == 503 and "the engine stopped" in error["message"]
-    for task in queued:
+    for task in queued + arrived:
         assert (await task)["choices"] == expected
     assert backend.counts.restarts == 1 and only(engines).status.pid != pid
     page = (await client.get("/metrics")).text
@@ -185,9 +189,8 @@ async def failed_step(
     message = (await running)["error"]["message"]
     assert "the engine stopped" in message and "CUDA" not in message
     await until(lambda: not backend.is_healthy)
-    await ask(client, code=503)  # Nothing is accepted before the next process is ready.
-    await until(lambda: backend.is_healthy)
     assert (await ask(client))["usage"]["completion_tokens"] == 8
+    assert backend.is_healthy
 
 
 async def hung_step(
@@ -216,7 +219,9 @@ async def processes_that_die_in_a_row(
     os.kill(only(engines).status.pid, signal.SIGKILL)
     await until(lambda: not backend.is_healthy)
     assert (await client.get("/health")).status_code == 503
+    waiting = asyncio.create_task(ask(client, code=503))
     await until(lambda: reasons)
+    assert "could not be loaded" in (await waiting)["error"]["message"]
     assert "3 times in a row" in reasons[0] and "SIGKILL" in reasons[0]
     assert engines.state == "failed"
     assert "could not be loaded" in (await ask(client, code=503))["error"]["message"]

@@ -270,7 +270,8 @@ def test_loading_is_503() -> None:
         async with client_of(front, ready=False) as client:
             for path in ("/health", "/ping"):
                 assert "loading" in error_of(await client.get(path), 503)["message"]
-            assert (await client.post(CHAT, json={"messages": HELLO})).headers["retry-after"]
+            reply = await client.post(CHAT, json={"messages": HELLO})
+            assert "loading" in error_of(reply, 503)["message"] and reply.headers["retry-after"]
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "tiny"
             assert "peagle:engine_up" in (await client.get("/metrics")).text
             go.set()

@@ -18,6 +18,11 @@ from peagle.errors import UserError
 class QueueFull(UserError):
     """The request can be sent again later: a server answers 429 or 503."""
 
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} requests are already waiting: try again later, or raise `max_queue`"
+        )
+
 
 class FairQueue:
     def __init__(self, limit: int) -> None:
@@ -38,9 +43,7 @@ class FairQueue:
 
     def push(self, request: Request) -> None:
         if len(self) >= self.limit:
-            raise QueueFull(
-                f"{self.limit} requests are already waiting: try again later, or raise `max_queue`"
-            )
+            raise QueueFull(self.limit)
         self.user_queues.setdefault(request.user, deque()).append(request)
 
     def push_front(self, request: Request) -> None:

@@ -47,7 +47,7 @@ async def count_tokens(request: Request, body: dict[str, Any]) -> Response:
         return validate(AgentChatRequest, prompt_body(parsed))
 
     chat_request = await run_for_size(body_bytes(request), translate)
-    backend.require(chat_request.model)
+    backend.require_ready(chat_request.model)
     prompt = await encode_chat(
         backend,
         chat_request.messages,

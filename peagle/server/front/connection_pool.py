@@ -1,5 +1,6 @@
 """ConnectionPool: the engine processes of a server, and which of them gets a request."""
 
+import asyncio
 from collections.abc import Callable
 
 from peagle.server.front.engine_connection import EngineConnection
@@ -14,6 +15,8 @@ class ConnectionPool:
         self.connections: dict[str, EngineConnection] = {}
         self._on_target = on_target
         self._waiting: dict[int, FrontRequest] = {}  # For a process that is ready.
+        # The same for those that arrived while there was none: how many requests each stands for.
+        self._arrivals: dict[asyncio.Future[None], int] = {}
 
     def update(self, state: ServerState) -> None:
         """Follow the supervisor: connect to new processes, send lost requests to another."""
@@ -30,6 +33,26 @@ class ConnectionPool:
         """The ready process with the fewest requests; among equal ones the first."""
         ready = [connection for connection in self.connections.values() if connection.ready]
         return min(ready, key=lambda connection: connection.load, default=None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a process: given back by one that ended, or arrived since."""
+        return len(self._waiting) + sum(self._arrivals.values())
+
+    async def wait(self, requests: int, seconds: float) -> None:
+        """Wait with so many requests until `wake_arrivals` is called, but not for longer."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arrivals[waiter] = requests
+        try:
+            await asyncio.wait({waiter}, timeout=seconds)
+        finally:
+            self._arrivals.pop(waiter, None)
+
+    def wake_arrivals(self) -> None:
+        """A process is ready, or none will be: first come, first served."""
+        for waiter in self._arrivals:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def send_waiting(self) -> None:
         connection = self.least_loaded()

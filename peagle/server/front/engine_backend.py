@@ -43,7 +43,9 @@ class EngineBackend:
         self.model_name = self.model_names[0]
         self.drain = Drain(self.settings.drain_seconds)
         self.drain.abort_pending = self.engines.pool.refuse_pending
+        self.engines.check_accepting = self.drain.check_accepting
         self.engines.grammar_queue.check_accepting = self.drain.check_accepting
+        self.drain.on_begin = self.engines.pool.wake_arrivals
         self.response_counts = ResponseCounts(self.model_name)
         self.counts = EngineCounts(self.engines)
         self.learn_consent = LearnConsent(self.settings)
@@ -59,9 +61,17 @@ class EngineBackend:
             self.request_metrics.registry.register(learning)
 
     def require(self, model: str | None) -> None:
-        """Check that the server accepts a request for the model of this name."""
+        """Check that the server accepts a request for the model of this name.
+
+        While the engine process is replaced, EngineClient.slot waits for the next one.
+        """
         self.drain.check_accepting()
         check_model_name(model, self.model_names)
+        self.engines.require_loaded()
+
+    def require_ready(self, model: str | None) -> None:
+        """The same for a request that does not wait while the engine process is replaced."""
+        self.require(model)
         self.engines.require_ready()
 
     @property

@@ -2,8 +2,9 @@
 
     loading -> ready <-> restarting        failed: the pair or its settings cannot be served
 
-A request goes to the engine process with the fewest requests. The front keeps text, stop strings
-and the queue of grammars; sampling, masks and metrics are in the processes (worker/).
+A request goes to the engine process with the fewest requests; while none is ready (restarting), it
+waits for the next one. The front keeps text, stop strings and the queue of grammars; sampling,
+masks and metrics are in the processes (worker/).
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from peagle.server.engines.engine_slot import RequestTiming
 from peagle.server.engines.method_choice import choose_engine
 from peagle.server.front.add_message import add_message
 from peagle.server.front.connection_pool import ConnectionPool
+from peagle.server.front.engine_connection import EngineConnection
 from peagle.server.front.front_request import FrontRequest, token_logprob
 from peagle.server.front.generation_params import GenerationParams
 from peagle.server.front.grammar_queue import GrammarQueue
@@ -45,6 +47,7 @@ UNAVAILABLE: Mapping[ClientState, str] = {
 }
 STATUS_WAIT_SECONDS = 1.0
 READY_POLL_SECONDS = 0.05
+RESTART_WAIT_SECONDS = 60.0  # The longest wait of a request for the next process.
 
 
 class EngineClient:
@@ -55,6 +58,10 @@ class EngineClient:
         self.target: TargetInfo | None = None
         self.text: TargetText | None = None
         self.on_failure: Callable[[str], None] = lambda reason: None
+        # Raises an error when the server shuts down; set by the backend.
+        self.check_accepting: Callable[[], None] = lambda: None
+        # The queue of the next process gets all waiting requests at once, and holds so many.
+        self.max_waiting = settings.share_of_front(settings.max_queue)
         max_requests = settings.share_of_front(settings.max_batch + settings.max_queue)
         self.tokenizer_threads = TokenizerThreads(max_requests)
         self.grammar_queue = GrammarQueue(max_requests)
@@ -72,6 +79,7 @@ class EngineClient:
 
     async def close(self) -> None:
         self._ended = "closed"
+        self.pool.wake_arrivals()
         await self.source.close()
         self.pool.close()
         self.tokenizer_threads.close()
@@ -83,12 +91,14 @@ class EngineClient:
             return
         self._ended = "failed"
         self.pool.refuse_all(self.unavailable())
+        self.pool.wake_arrivals()
         self.on_failure(reason)
 
     def _take_target(self, target: TargetInfo) -> None:
         self.target = target
         if self.text is not None:
             self.pool.send_waiting()
+            self.pool.wake_arrivals()
         elif self._loading is None:
             self._loading = asyncio.ensure_future(self._load_text(target))
 
@@ -118,6 +128,12 @@ class EngineClient:
 
     def require_ready(self) -> TargetText:
         if self.state != "ready":
+            raise self.unavailable()
+        return self.require_text()
+
+    def require_loaded(self) -> TargetText:
+        """The tokenizer, if requests are answered now or by the next process."""
+        if self.state not in ("ready", "restarting"):
             raise self.unavailable()
         return self.require_text()
 
@@ -158,32 +174,56 @@ class EngineClient:
         """The engine for a request that asks for this method and K; None: the server's own."""
         return choose_engine(method, k, self.key, self.methods, self.settings.k)
 
-    @asynccontextmanager
-    async def slot(self, key: EngineKey) -> AsyncIterator[RemoteSlot]:
-        """The engine for this key, built if needed. It stays open while a request is prepared."""
+    async def _ready_connection(self, requests: int) -> EngineConnection:
+        """The process for so many requests, which wait while it is replaced."""
+        if self.state == "restarting" and self.pool.waiting + requests > self.max_waiting:
+            from peagle.engine.schedule.queue import QueueFull
+
+            raise ApiError(429, str(QueueFull(self.max_waiting)), retry_after=1)
+        seconds = min(RESTART_WAIT_SECONDS, self.settings.timeout or RESTART_WAIT_SECONDS)
+        end = time.monotonic() + seconds
+        while self.state == "restarting" and (left := end - time.monotonic()) > 0:
+            self.check_accepting()
+            await self.pool.wait(requests, left)
         self.require_ready()
         connection = self.pool.least_loaded()
-        assert connection is not None and connection.link is not None
-        assert self.target is not None
+        assert connection is not None
+        return connection
+
+    async def _connection_of(self, slot: RemoteSlot) -> EngineConnection:
+        """The process of a slot: another one, if it has ended while the request was prepared."""
+        self.require_loaded()
+        if slot.closed:
+            slot.move_to(await self._ready_connection(1))
+        return slot.connection
+
+    @asynccontextmanager
+    async def slot(self, key: EngineKey, requests: int = 1) -> AsyncIterator[RemoteSlot]:
+        """The engine for this key, built if needed. It stays open while a request is prepared.
+
+        `requests`: for so many, which wait while the process is replaced.
+        """
+        arrival = time.monotonic()
+        connection = await self._ready_connection(requests)
+        waited = time.monotonic() - arrival
+        assert connection.link is not None and self.target is not None
         link = connection.link
         if key == self.key:
-            yield RemoteSlot(key, self.target.engine, connection, link)
+            yield RemoteSlot(key, self.target.engine, connection, link, waited)
             return
         call = Call(next(self._ids), "open", key)
         try:
             result = await connection.call(call)
             assert result.engine is not None
-            yield RemoteSlot(key, result.engine, connection, link)
+            yield RemoteSlot(key, result.engine, connection, link, waited)
         finally:
             if connection.link is link:
                 connection.end_call(call.id)
 
     async def score(self, slot: RemoteSlot, ids: list[int], top: int) -> "list[TokenLogprob]":
         """The log-probabilities of ids[1:], with the `top` likeliest tokens of each."""
-        if slot.closed:
-            raise self.unavailable()
-        call = Call(next(self._ids), "score", prompt=ids, top=top)
-        result = await slot.connection.call(call)
+        connection = await self._connection_of(slot)
+        result = await connection.call(Call(next(self._ids), "score", prompt=ids, top=top))
         return [token_logprob(entry) for entry in result.scores or []]
 
     async def add(
@@ -192,19 +232,19 @@ class EngineClient:
         """Send a request, and wait until an engine has accepted it."""
         from peagle.engine.stream import Stream
 
-        text = self.require_ready()
-        if slot.closed:
-            raise self.unavailable()
+        text = self.require_loaded()
+        timing = RequestTiming(time.monotonic() - slot.waited)
+        connection = await self._connection_of(slot)
         request_id = next(self._ids)
         stream = Stream(str(request_id), len(ids), lambda: self.pool.abort(request_id))
         request = FrontRequest(
             add_message(request_id, slot.key, ids, params),
             stream,
-            RequestTiming(time.monotonic()),
+            timing,
             text.detokenizer(params, slot.context - len(ids)),
             text.stop_ids(params),
         )
-        slot.connection.send(request)
+        connection.send(request)
         try:
             async with asyncio.timeout(self.settings.timeout or None):
                 await request.accepted

@@ -99,6 +99,7 @@ class EngineConnection:
     # --- requests and calls -----------------------------------------------------------------------
 
     def send(self, request: FrontRequest) -> None:
+        request.sent_at = time.monotonic()
         self.requests[request.add.id] = request
         self.batch.adds.append(request.add)
 

@@ -30,6 +30,7 @@ class FrontRequest:
     )
     has_tokens: bool = False
     retries: int = 0  # Processes that ended while the request waited.
+    sent_at: float = 0.0  # To the process that has it now, by the monotonic clock.
 
     def take(self, output: Output) -> bool:
         """Pass an output on to the stream; return whether a stop string ended the answer."""
@@ -42,7 +43,7 @@ class FrontRequest:
                 self.stream.cached_tokens = output.cached_tokens
             self.has_tokens = True
             if output.queued is not None:
-                self.timing.admitted = self.timing.arrival + output.queued
+                self.timing.admitted = self.sent_at + output.queued
             piece, stopped = self._piece(output)
             self.stream.put(piece)
         if stopped:

@@ -13,6 +13,7 @@ class RemoteSlot:
     info: EngineInfo
     connection: EngineConnection
     link: EngineLink
+    waited: float = 0.0  # Seconds that the request waited for the process.
 
     @property
     def name(self) -> str:
@@ -26,6 +27,12 @@ class RemoteSlot:
     def closed(self) -> bool:
         """Whether its process has ended."""
         return self.connection.link is not self.link
+
+    def move_to(self, connection: EngineConnection) -> None:
+        """Continue on another process, which builds the engine when it gets a request."""
+        assert connection.link is not None
+        self.connection = connection
+        self.link = connection.link
 
     @property
     def k(self) -> int:

@@ -27,6 +27,7 @@ class Drain:
         self.is_draining = False
         self.open_requests = 0  # requests whose response is not complete
         self.in_flight: set[Abortable] = set()
+        self.on_begin: Callable[[], None] = lambda: None  # Called when draining starts.
         # Aborts requests that no engine has accepted yet.
         self.abort_pending: Callable[[ApiError], None] = lambda error: None
         self._task: asyncio.Task[None] | None = None
@@ -48,6 +49,7 @@ class Drain:
         """Start draining; `stop` is called at its end. Call this from the event loop."""
         if not self.is_draining:
             self.is_draining = True
+            self.on_begin()
             self._task = asyncio.get_running_loop().create_task(self._run(stop))
 
     async def _run(self, stop: Callable[[], None]) -> None:

@@ -115,7 +115,7 @@ async def run_tokenizer(
     backend: EngineBackend, characters: int, work: Callable[[], T], is_prompt: bool = True
 ) -> T:
     """Run `work` on a text of so many characters, on a thread of the tokenizer."""
-    backend.engines.require_ready()
+    backend.engines.require_loaded()
     try:
         return await backend.engines.tokenizer_threads.run(characters, work, is_prompt)
     except UserError as error:

@@ -64,7 +64,7 @@ async def compile_grammar(
         raise ApiError(
             400, f"{field.name} and {second} both constrain the answer: give one of them", second
         )
-    compiler = backend.engines.require_ready().grammars
+    compiler = backend.engines.require_loaded().grammars
     queue = backend.engines.grammar_queue
     try:
         grammar = await queue.run(lambda: parse_field(field))

@@ -47,7 +47,7 @@ async def submit(
     max_queue = backend.settings.max_queue
     if requests > max_queue:
         raise ApiError(400, f"{requests} answers at once: the queue holds {max_queue}")
-    async with backend.engines.slot(key) as slot:
+    async with backend.engines.slot(key, requests) as slot:
         for ids in prompts:
             check_prompt(slot, ids, None if body.ends_with_context else body.max_new_tokens)
         grammar = await compile_grammar(backend, body, rules)

@@ -15,7 +15,7 @@ from peagle.server.openai.prompts import encode_chat, encode_text, run_tokenizer
 async def tokenize(request: Request, body: dict[str, Any]) -> Response:
     backend = engine_backend_of(request)
     tokenize_request = await validate_body(request, TokenizeRequest, body)
-    backend.require(tokenize_request.model)
+    backend.require_ready(tokenize_request.model)
     prompt = tokenize_request.prompt
     messages = tokenize_request.messages
     if messages is not None and prompt is None:
@@ -46,7 +46,7 @@ async def tokenize(request: Request, body: dict[str, Any]) -> Response:
 async def detokenize(request: Request, body: dict[str, Any]) -> Response:
     backend = engine_backend_of(request)
     detokenize_request = await validate_body(request, DetokenizeRequest, body)
-    backend.require(detokenize_request.model)
+    backend.require_ready(detokenize_request.model)
     tokenizer = backend.engines.require_text().tokenizer
     ids = detokenize_request.tokens
     # Unlike a prompt, it may hold added tokens that the target has no embedding for.
