@@ -12,8 +12,12 @@ from benchmarks.exact_kernels import CACHES, DEVICE, compare
 from benchmarks.part_report import PartReport
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.row_pass import RowPass
-from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
-from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
+from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, tail_sizes
+from peagle.kernels.triton.batch_invariant.paged_attention import (
+    invariant_attention,
+    plan_pass,
+)
+from peagle.kernels.triton.batch_invariant.tree_lanes import tree_lanes
 
 HEADS = {"smollm2": (9, 3, 64), "8b": (32, 8, 128), "gpt-oss": (64, 8, 64)}
 PAGE_SIZE = 64
@@ -78,7 +82,13 @@ def attend(
     params: AttentionParams,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    return invariant_attention(query, *caches, rows, params, torch.empty_like(query), plan=plan)
+    plan = plan or plan_pass(rows, query.shape[1], caches[0])
+    sizes = tail_sizes(rows, query.shape[2], plan)
+    if sizes is not None:
+        tree_lanes(rows, sizes)
+    # A kernel between both: attention reads lanes before it waits.
+    out = torch.zeros_like(query)
+    return invariant_attention(query, *caches, rows, params, out, plan=plan)
 
 
 def plans(group: int) -> list[AttentionPlan]:

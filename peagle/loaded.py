@@ -50,6 +50,7 @@ class EngineKey:
             max_batch=1,
             kv_tokens=self.kv_tokens,
             exact=self.exact,
+            one_by_one=True,
             int8=self.int8,
             prefix_caching=False,
             thread=False,

@@ -23,6 +23,7 @@ class EngineConfig:
     max_queue: int = 1024
     page_size: int = PAGE_SIZE  # positions per KV page
     exact: bool | None = None  # see below
+    one_by_one: bool = False  # `exact` of None may give every request its own passes
     int8: bool = False  # multiply with 8-bit weights: CPU only, and not lossless
     prefix_caching: bool = True
     cuda_graphs: bool = True
@@ -43,8 +44,8 @@ class EngineConfig:
     `exact`: answers are bit-equal to those of a request alone without drafts, in batches where
     kernels allow it, and with a pass for each request elsewhere. None: below float32, exact in
     batches where that costs little, on a CPU with the C kernels and on GPUs where it was measured;
-    and with a `max_batch` of 1 wherever it is supported. Large targets on the C kernels are not
-    probed then, and count as not exact (docs/lossless.md).
+    with `one_by_one`, wherever it is supported. Large targets on the C kernels are not probed then,
+    and count as not exact (docs/lossless.md).
     """
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
     SM_VLLM_MAX_MODEL_LEN=8192           --max-model-len 8192
     SM_VLLM_ENFORCE_EAGER=true (or "")   --enforce-eager              false: left out
+    SM_VLLM_EXACT=false                  --no-exact
     SM_VLLM_SERVED_MODEL_NAME=["a","b"]  --served-model-name a --served-model-name b
     SM_VLLM_SPECULATIVE_CONFIG={...}     --speculative-config {...}   objects stay as they are
 
@@ -148,7 +149,7 @@ def option_arguments(name: str, value: str, for_vllm: bool = False) -> list[str]
         check_ignored(name, option)
         return []
     if value == "false":
-        return []
+        return ["--no-exact"] if option == "exact" else []
     is_flag = value in ("true", "") or option in FLAG_OPTIONS
     values = [] if is_flag else split_array(value)
     if not is_native:

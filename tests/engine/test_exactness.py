@@ -268,45 +268,46 @@ def test_the_default_is_exact_in_batches() -> None:
     assert not engine_of(pair("llama"), "p-eagle", exact=False).exact
 
 
-@pytest.mark.parametrize("max_batch", [1, 4])
-def test_the_default_is_not_exact_in_float32(max_batch: int) -> None:
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_the_default_is_not_exact_in_float32(one_by_one: bool) -> None:
     """Near ties are unlikely there."""
-    engine = engine_of(pair_of(make_target()), "none", max_batch=max_batch)
+    engine = engine_of(pair_of(make_target()), "none", one_by_one=one_by_one)
     assert engine.exact_mode is None and "exact" not in engine.startup.as_dict()
 
 
-@pytest.mark.parametrize(("max_batch", "mode"), [(1, "one by one"), (4, None)])
-def test_by_default_only_a_single_request_has_its_own_passes(
-    max_batch: int, mode: str | None
+@pytest.mark.parametrize(("one_by_one", "mode"), [(True, "one by one"), (False, None)])
+def test_by_default_requests_have_own_passes_only_where_that_is_allowed(
+    one_by_one: bool, mode: str | None
 ) -> None:
     """A target that runs through transformers has no batch-invariant kernels."""
-    engine = engine_of(pair("gemma2"), "none", max_batch=max_batch)
+    engine = engine_of(pair("gemma2"), "none", one_by_one=one_by_one)
     status = engine.status()
     assert (status["exact"], status["exact_mode"]) == (mode is not None, mode)
     assert engine.loop.scheduler.allocator.caching == (mode is None)
-    assert engine_of(pair("gemma2"), "none", max_batch=max_batch, exact=True).exact
+    assert engine_of(pair("gemma2"), "none", one_by_one=one_by_one, exact=True).exact
 
 
 def test_the_default_follows_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     one_by_one(monkeypatch)
-    assert engine_of(pair("llama"), "p-eagle", max_batch=4).exact_mode is None
-    assert engine_of(pair("llama"), "p-eagle", max_batch=1).exact_mode == "one by one"
+    assert engine_of(pair("llama"), "p-eagle", max_batch=1).exact_mode is None
+    engine = engine_of(pair("llama"), "p-eagle", max_batch=1, one_by_one=True)
+    assert engine.exact_mode == "one by one"
 
 
 @needs_c
-@pytest.mark.parametrize("max_batch", [1, 4])
+@pytest.mark.parametrize("one_by_one", [True, False])
 def test_large_targets_on_a_cpu_are_not_probed_by_default(
-    max_batch: int, monkeypatch: pytest.MonkeyPatch
+    one_by_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = weight_bytes(pair("llama").target.model)
     probes = count_probes(monkeypatch)
     monkeypatch.setattr(exact_mode, "MAX_DEFAULT_PROBE_BYTES", limit - 1)
-    engine = engine_of(pair("llama"), "p-eagle", k=23, max_batch=max_batch)
+    engine = engine_of(pair("llama"), "p-eagle", k=23, one_by_one=one_by_one)
     assert engine.exact_mode is None and not probes
-    assert engine_of(pair("llama"), "p-eagle", k=23, max_batch=max_batch, exact=True).exact
+    assert engine_of(pair("llama"), "p-eagle", k=23, one_by_one=one_by_one, exact=True).exact
     assert len(probes) == 1
     monkeypatch.setattr(exact_mode, "MAX_DEFAULT_PROBE_BYTES", limit)
-    engine = engine_of(pair("llama"), "p-eagle", k=23, max_batch=max_batch)
+    engine = engine_of(pair("llama"), "p-eagle", k=23, one_by_one=one_by_one)
     assert engine.exact_mode == "batched"
 
 
@@ -315,7 +316,7 @@ def test_large_targets_without_c_kernels_keep_their_own_passes(
 ) -> None:
     """Their bits depend on it."""
     monkeypatch.setattr(exact_mode, "MAX_DEFAULT_PROBE_BYTES", 0)
-    assert engine_of(pair("gemma2"), "none", max_batch=1).exact_mode == "one by one"
+    assert engine_of(pair("gemma2"), "none", one_by_one=True).exact_mode == "one by one"
 
 
 def count_probes(monkeypatch: pytest.MonkeyPatch) -> list[InvarianceProbe]:
@@ -342,7 +343,7 @@ def test_gpus_and_formats_without_measurements_are_not_exact_in_batches_by_defau
     )
     measured = capability == (9, 0) and quantized is None
     assert expects_exact_mode(EngineConfig(), on_gpu) == measured
-    assert expects_exact_mode(EngineConfig(max_batch=1), on_gpu)
+    assert expects_exact_mode(EngineConfig(one_by_one=True), on_gpu)
     assert expects_exact_mode(EngineConfig(exact=True), on_gpu)
     assert not expects_exact_mode(EngineConfig(exact=False), on_gpu)
 

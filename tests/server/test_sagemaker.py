@@ -49,6 +49,7 @@ def test_variables_become_options(tmp_path: Path) -> None:
         "--model",
         "some/model",
         "--enforce-eager",
+        "--no-exact",
         "--int8",
         "--max-model-len",
         "8192",

@@ -21,7 +21,7 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton import add_norm, skinny_gemm, swiglu
 from peagle.kernels.triton.attention import paged_attention
 from peagle.kernels.triton.batch_invariant import gemm, split_k, tree_lanes, vendor_gemm
-from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
+from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, tail_sizes
 from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 from tests.support.comparing import near, some
 
@@ -289,6 +289,10 @@ def attend(
     params: AttentionParams,
     plan: AttentionPlan,
 ) -> torch.Tensor:
+    sizes = tail_sizes(rows, query.shape[2], plan)
+    if sizes is not None:
+        tree_lanes.tree_lanes(rows, sizes)
+    # A kernel between both: attention reads lanes before it waits.
     out = torch.full_like(query, math.nan)  # No row may be left out.
     return invariant_attention(query, caches[0], caches[1], rows, params, out, plan=plan)
 

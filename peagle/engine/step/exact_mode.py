@@ -37,7 +37,7 @@ def expects_exact_mode(config: EngineConfig, target: Target) -> bool:
         return config.exact
     if target.dtype == torch.float32:  # Near ties are unlikely.
         return False
-    return config.max_batch == 1 or is_default_in_batches(target)
+    return config.one_by_one or is_default_in_batches(target)
 
 
 def is_default_in_batches(target: Target) -> bool:
@@ -64,8 +64,8 @@ def is_probed_by_default(stepper: Stepper) -> bool:
 def enable_exact_mode(config: EngineConfig, stepper: Stepper, max_shape: DraftShape) -> ExactChoice:
     """Turn exact mode on, if it is wanted: for batches where kernels allow it.
 
-    Elsewhere every request has its own passes, which are padded to a multiple of rows. For several
-    requests at a time, that is too slow to be the default.
+    Elsewhere every request has its own passes, which are padded to a multiple of rows. That shares
+    neither passes nor prefixes, so it is no default of an engine.
     """
     requested = config.exact
     target = stepper.target
@@ -78,7 +78,7 @@ def enable_exact_mode(config: EngineConfig, stepper: Stepper, max_shape: DraftSh
     )
     if reason is None:
         return ExactChoice("batched", max_shape)
-    if requested is None and config.max_batch > 1:
+    if requested is None and not config.one_by_one:
         return ExactChoice(None, max_shape)
     if requested and config.tree is None:  # A tree is only the default here.
         max_shape = max_shape.as_chain()

@@ -9,10 +9,11 @@ it has its own inputs, and the programs of the successor wait for theirs:
     kernel 3                                                      | start, wait ...
 
 Every program of a kernel that is launched with `launch_options` must call `wait_for_inputs` before
-it writes anything, and before it reads what the kernel in front writes. As kernel 2 then ends after
-kernel 1, kernel 3 may rely on both. What is older, such as weights and the rows of a pass, may be
-read before: products load weights while they wait, rotation and attention look up their rows. In a
-layer of Qwen3-30B-A3B with one row, this saves 6 of 54 microseconds.
+it writes anything, and before it reads what the kernel in front writes; one that does neither may
+leave without, but not all of them. As kernel 2 then ends after kernel 1, kernel 3 may rely on both.
+What is older, such as weights and the rows of a pass, may be read before: products load weights
+while they wait, rotation and attention look up their rows. In a layer of Qwen3-30B-A3B with one
+row, this saves 6 of 54 microseconds.
 
 Successors that start earlier, before a kernel has its own inputs, take places on multiprocessors
 and make others run with too few programs: layers of GPT-OSS-20B became 15 % slower. For the same
