@@ -37,15 +37,14 @@ class CompileProcesses:
     """Connections to processes, each of which compiles one kernel at a time."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
         pipes = [Pipe() for _ in range(count)]
         theirs = [their.fileno() for _, their in pipes]
         process = subprocess.Popen(
-            [sys.executable, "-m", SERVER_MODULE, *map(str, theirs)],
+            [sys.executable, "-P", "-m", SERVER_MODULE, *map(str, theirs)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=server_environment(),
             pass_fds=theirs,
         )
         for _, their in pipes:
@@ -95,6 +94,16 @@ class CompileProcesses:
             return None
         self._starting.put(connection)
         return None
+
+
+def server_environment() -> dict[str, str]:
+    """The server finds modules where this process does, and not in the working directory."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
 def start_compile_processes() -> None:

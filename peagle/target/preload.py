@@ -69,20 +69,20 @@ def library_folder() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
 
 
-def load_libraries(device: str, loaded: threading.Event | None = None) -> None:
-    """`loaded` is set before the context is created."""
+def load_libraries(device: str, loaded: threading.Event) -> None:
+    """`loaded` is set before the context is created, and also if nothing could be loaded."""
     folder = library_folder()
+    if folder is None:
+        loaded.set()
+        return
     with suppress(OSError, AttributeError, ValueError):
         try:
-            if folder is None:
-                return
             process = ctypes.CDLL(None)
             process.dlopen.restype = ctypes.c_void_p
             for name, flags in LIBRARIES.items():
                 process.dlopen(os.fsencode(folder / name), flags)
         finally:
-            if loaded is not None:
-                loaded.set()
+            loaded.set()
         if device != "cpu" and (folder / CUDA_LIBRARY).exists():
             create_context(device)
 

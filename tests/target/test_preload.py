@@ -27,7 +27,7 @@ def test_contexts(
     expected: list[str],
 ) -> None:
     created = contexts(monkeypatch, tmp_path, has_cuda)
-    preload.load_libraries(device)
+    preload.load_libraries(device, threading.Event())
     assert created == expected
 
 
@@ -36,7 +36,7 @@ def test_a_device_without_a_number_is_left_to_torch(
 ) -> None:
     contexts(monkeypatch, tmp_path, has_cuda=True)
     monkeypatch.setattr(preload, "create_context", lambda device: int(device.partition(":")[2]))
-    preload.load_libraries("cuda:x")
+    preload.load_libraries("cuda:x", threading.Event())
 
 
 def contexts(monkeypatch: pytest.MonkeyPatch, folder: Path, has_cuda: bool) -> list[str]:

@@ -189,7 +189,10 @@ class KernelCompiler:
             job = KernelJob.create(source, target, options)
             if job is not None and self._processes.compile(job):
                 return
-        compile_kernel(source, target, options)
+        try:
+            compile_kernel(source, target, options)
+        except Exception:  # The launch fails, too, and reports it.
+            log.debug("a kernel was not compiled ahead", exc_info=True)
 
 
 @cache
