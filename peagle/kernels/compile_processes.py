@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from peagle.machine import available_cores
+from peagle.machine import usable_cores
 from peagle.paths import TRITON_CACHE_VARIABLE, keep_triton_cache
 
 SERVER_MODULE = "peagle.kernels.compile_server"
@@ -112,7 +112,7 @@ def start_compile_processes() -> None:
     A machine whose cache holds the kernels of some engine needs few others, if any.
     """
     global _started
-    cores = available_cores() or 1
+    cores = usable_cores()
     if _started is not None or cores < MIN_CORES or has_compiled_kernels():
         return
     with suppress(OSError):

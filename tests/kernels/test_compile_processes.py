@@ -27,7 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     counts: list[int] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_processes, "_started", None)
-    monkeypatch.setattr(compile_processes, "available_cores", lambda: 16)
+    monkeypatch.setattr(compile_processes, "usable_cores", lambda: 16)
     monkeypatch.setattr(compile_processes, "CompileProcesses", counts.append)
     return counts
 
@@ -44,7 +44,7 @@ def test_a_cache_with_the_kernels_of_an_engine_starts_none(started: list[int]) -
 
 
 def test_two_cores_start_none(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_processes, "available_cores", lambda: 2)
+    monkeypatch.setattr(compile_processes, "usable_cores", lambda: 2)
     start_compile_processes()
     assert started == []
 
