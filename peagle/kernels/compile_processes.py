@@ -22,11 +22,11 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from peagle.kernels.sources_digest import marker_prefix
 from peagle.machine import usable_cores
 from peagle.paths import TRITON_CACHE_VARIABLE, keep_triton_cache
 
 SERVER_MODULE = "peagle.kernels.compile_server"
-MARKER_PREFIX = "peagle-"  # Of the files in Triton's cache that compiled_marker.py writes.
 MIN_CORES = 4  # With fewer, importing torch twice costs more than it saves.
 MAX_PROCESSES = 16
 DEFAULT_CACHE = Path("~/.triton/cache")  # Triton's own
@@ -112,6 +112,7 @@ def start_compile_processes() -> None:
     A machine whose cache holds the kernels of some engine needs few others, if any.
     """
     global _started
+    keep_triton_cache(os.environ)
     cores = usable_cores()
     if _started is not None or cores < MIN_CORES or has_compiled_kernels():
         return
@@ -124,6 +125,6 @@ def compile_processes() -> CompileProcesses | None:
 
 
 def has_compiled_kernels() -> bool:
-    keep_triton_cache(os.environ)
+    """Whether the cache holds kernels of some engine, from these sources and this compiler."""
     folder = Path(os.environ.get(TRITON_CACHE_VARIABLE) or DEFAULT_CACHE).expanduser()
-    return any(folder.glob(f"{MARKER_PREFIX}*"))
+    return any(folder.glob(f"{marker_prefix()}*"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.kernels import compile_processes, compile_server, compiler_hash
+from peagle.kernels import compile_processes, compile_server, compiler_hash, sources_digest
 from peagle.kernels.compile_processes import (
     SERVER_MODULE,
     CompileProcesses,
@@ -41,6 +41,18 @@ def test_a_cache_with_the_kernels_of_an_engine_starts_none(started: list[int]) -
     CompiledMarker("an engine").write()
     start_compile_processes()
     assert started == []
+
+
+def test_kernels_of_other_sources_do_not_count(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an upgrade."""
+    CompiledMarker("an engine").write()
+    sources_digest.marker_prefix.cache_clear()
+    monkeypatch.setattr(sources_digest, "version", lambda package: "99.0")
+    start_compile_processes()
+    sources_digest.marker_prefix.cache_clear()
+    assert started == [16]
 
 
 def test_two_cores_start_none(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
