@@ -27,6 +27,7 @@ from peagle.machine import usable_cores
 from peagle.paths import TRITON_CACHE_VARIABLE, keep_triton_cache
 
 SERVER_MODULE = "peagle.kernels.compile_server"
+PROCESSES_VARIABLE = "PEAGLE_COMPILE_PROCESSES"  # "0": start none.
 MIN_CORES = 4  # With fewer, importing torch twice costs more than it saves.
 MAX_PROCESSES = 16
 DEFAULT_CACHE = Path("~/.triton/cache")  # Triton's own
@@ -114,7 +115,8 @@ def start_compile_processes() -> None:
     global _started
     keep_triton_cache(os.environ)
     cores = usable_cores()
-    if _started is not None or cores < MIN_CORES or has_compiled_kernels():
+    is_disabled = os.environ.get(PROCESSES_VARIABLE) == "0"
+    if _started is not None or is_disabled or cores < MIN_CORES or has_compiled_kernels():
         return
     with suppress(OSError):
         _started = CompileProcesses(min(cores, MAX_PROCESSES))

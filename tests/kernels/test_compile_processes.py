@@ -12,6 +12,7 @@ import pytest
 
 from peagle.kernels import compile_processes, compile_server, compiler_hash, sources_digest
 from peagle.kernels.compile_processes import (
+    PROCESSES_VARIABLE,
     SERVER_MODULE,
     CompileProcesses,
     start_compile_processes,
@@ -26,6 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """The numbers of processes that would be started, with 16 cores and an empty cache."""
     counts: list[int] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv(PROCESSES_VARIABLE, raising=False)
     monkeypatch.setattr(compile_processes, "_started", None)
     monkeypatch.setattr(compile_processes, "usable_cores", lambda: 16)
     monkeypatch.setattr(compile_processes, "CompileProcesses", counts.append)
@@ -57,6 +59,14 @@ def test_kernels_of_other_sources_do_not_count(
 
 def test_two_cores_start_none(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_processes, "usable_cores", lambda: 2)
+    start_compile_processes()
+    assert started == []
+
+
+def test_a_replica_that_is_not_the_first_starts_none(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
     start_compile_processes()
     assert started == []
 
