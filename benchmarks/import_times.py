@@ -7,6 +7,7 @@ An engine process does some of it at the same time (peagle/target/preload.py).
 
 import json
 import sys
+import threading
 import time
 from importlib import import_module
 
@@ -24,7 +25,7 @@ def main() -> None:
         seconds[name] = round(now - started, 2)
         started = now
 
-    load_libraries("cpu")
+    load_libraries("cpu", threading.Event())
     lap("libraries")
     import torch
 

@@ -5,9 +5,9 @@ import sys
 
 from peagle.cli import app
 
-# Commands that leave nothing to be done at the end. Freeing the modules of torch, the weights and
+# A command that leaves nothing to be done at the end. Freeing the modules of torch, the weights and
 # the CUDA context one by one takes a second, and the system frees all of them at once.
-QUICK_COMMANDS = frozenset({"generate"})
+QUICK_COMMAND = "generate"
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if end.code in (None, 0) and QUICK_COMMANDS.intersection(sys.argv[1:2]):
+        if end.code in (None, 0) and sys.argv[1:2] == [QUICK_COMMAND]:
             exit_at_once()
         raise
 
@@ -23,8 +23,9 @@ def main() -> None:
 def exit_at_once() -> None:
     """End this process, once its output is written. Returns if it cannot be written."""
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # Python has none for a descriptor that was closed.
+                stream.flush()
     except (OSError, ValueError):  # A reader that is gone, a closed stream: Python reports it.
         return
     os._exit(0)

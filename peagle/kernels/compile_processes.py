@@ -22,11 +22,12 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from peagle.machine import available_cores
+from peagle.kernels.sources_digest import marker_prefix
+from peagle.machine import usable_cores
 from peagle.paths import TRITON_CACHE_VARIABLE, keep_triton_cache
 
 SERVER_MODULE = "peagle.kernels.compile_server"
-MARKER_PREFIX = "peagle-"  # Of the files in Triton's cache that compiled_marker.py writes.
+PROCESSES_VARIABLE = "PEAGLE_COMPILE_PROCESSES"  # "0": start none.
 MIN_CORES = 4  # With fewer, importing torch twice costs more than it saves.
 MAX_PROCESSES = 16
 DEFAULT_CACHE = Path("~/.triton/cache")  # Triton's own
@@ -37,15 +38,14 @@ class CompileProcesses:
     """Connections to processes, each of which compiles one kernel at a time."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
         pipes = [Pipe() for _ in range(count)]
         theirs = [their.fileno() for _, their in pipes]
         process = subprocess.Popen(
-            [sys.executable, "-m", SERVER_MODULE, *map(str, theirs)],
+            [sys.executable, "-P", "-m", SERVER_MODULE, *map(str, theirs)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=server_environment(),
             pass_fds=theirs,
         )
         for _, their in pipes:
@@ -97,14 +97,26 @@ class CompileProcesses:
         return None
 
 
+def server_environment() -> dict[str, str]:
+    """The server finds modules where this process does, and not in the working directory."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
 def start_compile_processes() -> None:
     """Start processes where kernels are to be compiled, and return at once.
 
     A machine whose cache holds the kernels of some engine needs few others, if any.
     """
     global _started
-    cores = available_cores() or 1
-    if _started is not None or cores < MIN_CORES or has_compiled_kernels():
+    keep_triton_cache(os.environ)
+    cores = usable_cores()
+    is_disabled = os.environ.get(PROCESSES_VARIABLE) == "0"
+    if _started is not None or is_disabled or cores < MIN_CORES or has_compiled_kernels():
         return
     with suppress(OSError):
         _started = CompileProcesses(min(cores, MAX_PROCESSES))
@@ -115,6 +127,6 @@ def compile_processes() -> CompileProcesses | None:
 
 
 def has_compiled_kernels() -> bool:
-    keep_triton_cache(os.environ)
+    """Whether the cache holds kernels of some engine, from these sources and this compiler."""
     folder = Path(os.environ.get(TRITON_CACHE_VARIABLE) or DEFAULT_CACHE).expanduser()
-    return any(folder.glob(f"{MARKER_PREFIX}*"))
+    return any(folder.glob(f"{marker_prefix()}*"))

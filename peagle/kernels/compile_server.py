@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 
 from peagle.kernels.compiler_hash import hash_compiler
 
+FIRST_JOB_SECONDS = 900.0  # Downloading and loading weights come before the first kernel.
 IDLE_SECONDS = 60.0
 
 
@@ -56,9 +57,11 @@ def serve(connection: Connection) -> None:
     """Run jobs, and answer each with whether it is done."""
     with suppress(OSError, EOFError):
         connection.send(True)
-        while connection.poll(IDLE_SECONDS):
+        limit = FIRST_JOB_SECONDS
+        while connection.poll(limit):
             job = connection.recv()
             connection.send(compiled(job))
+            limit = IDLE_SECONDS
 
 
 def compiled(job: object) -> bool:

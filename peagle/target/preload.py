@@ -21,6 +21,7 @@ from pathlib import Path
 
 from peagle.kernels.compile_processes import start_compile_processes
 from peagle.kernels.compiler_hash import hash_compiler
+from peagle.machine import has_visible_gpu
 from peagle.target.transformers_import import without_command_lines
 
 # With the flags that torch uses. The second library needs all others.
@@ -29,8 +30,6 @@ LIBRARIES = {
     "libtorch.so": os.RTLD_NOW | os.RTLD_LOCAL,
 }
 CUDA_LIBRARY = "libtorch_cuda.so"  # A torch for CPUs has none, and needs no context.
-# Of NVIDIA's driver, on Linux and in WSL.
-GPU_FILES = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")))
 # Modules without torch that transformers imports.
 LATER_MODULES = (
     *("numpy", "jinja2", "regex", "yaml", "tqdm.auto", "filelock", "PIL.Image"),
@@ -60,7 +59,7 @@ def uses_gpu(device: str) -> bool:
     """Whether engines will probably run on a GPU; torch is not asked yet."""
     folder = library_folder()
     has_cuda = folder is not None and (folder / CUDA_LIBRARY).exists()
-    return device != "cpu" and has_cuda and any(file.exists() for file in GPU_FILES)
+    return device != "cpu" and has_cuda and has_visible_gpu()
 
 
 def library_folder() -> Path | None:
@@ -69,20 +68,20 @@ def library_folder() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
 
 
-def load_libraries(device: str, loaded: threading.Event | None = None) -> None:
-    """`loaded` is set before the context is created."""
+def load_libraries(device: str, loaded: threading.Event) -> None:
+    """`loaded` is set before the context is created, and also if nothing could be loaded."""
     folder = library_folder()
+    if folder is None:
+        loaded.set()
+        return
     with suppress(OSError, AttributeError, ValueError):
         try:
-            if folder is None:
-                return
             process = ctypes.CDLL(None)
             process.dlopen.restype = ctypes.c_void_p
             for name, flags in LIBRARIES.items():
                 process.dlopen(os.fsencode(folder / name), flags)
         finally:
-            if loaded is not None:
-                loaded.set()
+            loaded.set()
         if device != "cpu" and (folder / CUDA_LIBRARY).exists():
             create_context(device)
 

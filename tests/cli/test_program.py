@@ -40,6 +40,14 @@ def test_only_generate_ends_at_once(code: int, command: str, output: str) -> Non
     assert run(code, command) == (code, output)
 
 
+def test_a_closed_output_is_no_error() -> None:
+    """Python then has no `sys.stdout`, and drops what is printed."""
+    command = [sys.executable, "-c", SCRIPT, "0", "generate"]
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closing, stderr=subprocess.PIPE, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_output_that_cannot_be_written_is_an_error() -> None:
     with open("/dev/full", "w") as full:

@@ -145,8 +145,9 @@ print(json.dumps({"restored": JITFunction.run is plain, "hook": hook}, default=s
 
 def test_an_error_of_a_kernel_is_left_to_its_launch(run_script: RunScript) -> None:
     script = """
-from peagle.kernels.triton.launch.compile_ahead import compile_ahead, compile_kernel
-compile_kernel(None, None, {})
+from peagle.kernels.triton.launch.compile_ahead import compile_ahead
+with KernelCompiler(1) as compiler:
+    compiler._compile(None, None, {})
 def work():
     launch(16)
     raise ValueError
@@ -182,6 +183,7 @@ print(json.dumps({"before": before, "after": hits}))
 PROCESSES = """
 from peagle.kernels import compile_processes
 from peagle.kernels.compile_processes import CompileProcesses
+compile_processes.SERVER_MODULE = "tests.support.fake_gpu_compile_server"
 from tests.support.waiting import wait_for
 def start(count=1, ready=True):
     processes = CompileProcesses(count)
@@ -233,6 +235,25 @@ record(start(), 2)
 print(json.dumps({"ended": ended, "here": hits}))
 """
     assert run_script(PROCESSES + script) == {"ended": False, "here": [False, False]}
+
+
+def test_threads_compile_what_a_process_could_not(run_script: RunScript) -> None:
+    """A process that has failed takes the next job."""
+    script = """
+from dataclasses import replace
+from peagle.kernels.triton.launch.kernel_job import KernelJob
+create = KernelJob.create
+def create_broken(*args):
+    return replace(create(*args), function="missing")
+processes = start()
+KernelJob.create = create_broken
+record(processes, 1)
+failed = list(hits)
+KernelJob.create = create
+record(processes, 2)
+print(json.dumps({"failed": failed, "here": hits}))
+"""
+    assert run_script(PROCESSES + script) == {"failed": [False], "here": [False]}
 
 
 def test_threads_compile_functions_that_have_no_name_elsewhere(run_script: RunScript) -> None:

@@ -5,13 +5,18 @@ What they compile is tested in test_compile_ahead.py.
 
 import subprocess
 import sys
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import pytest
 
-from peagle.kernels import compile_processes, compiler_hash
-from peagle.kernels.compile_processes import SERVER_MODULE, start_compile_processes
+from peagle.kernels import compile_processes, compile_server, compiler_hash, sources_digest
+from peagle.kernels.compile_processes import (
+    PROCESSES_VARIABLE,
+    SERVER_MODULE,
+    CompileProcesses,
+    start_compile_processes,
+)
 from peagle.kernels.triton.launch.compiled_marker import CompiledMarker
 
 pytest.importorskip("triton")
@@ -22,8 +27,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """The numbers of processes that would be started, with 16 cores and an empty cache."""
     counts: list[int] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv(PROCESSES_VARIABLE, raising=False)
     monkeypatch.setattr(compile_processes, "_started", None)
-    monkeypatch.setattr(compile_processes, "available_cores", lambda: 16)
+    monkeypatch.setattr(compile_processes, "usable_cores", lambda: 16)
     monkeypatch.setattr(compile_processes, "CompileProcesses", counts.append)
     return counts
 
@@ -39,10 +45,63 @@ def test_a_cache_with_the_kernels_of_an_engine_starts_none(started: list[int]) -
     assert started == []
 
 
+def test_kernels_of_other_sources_do_not_count(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an upgrade."""
+    CompiledMarker("an engine").write()
+    sources_digest.marker_prefix.cache_clear()
+    monkeypatch.setattr(sources_digest, "version", lambda package: "99.0")
+    start_compile_processes()
+    sources_digest.marker_prefix.cache_clear()
+    assert started == [16]
+
+
 def test_two_cores_start_none(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_processes, "available_cores", lambda: 2)
+    monkeypatch.setattr(compile_processes, "usable_cores", lambda: 2)
     start_compile_processes()
     assert started == []
+
+
+def test_a_replica_that_is_not_the_first_starts_none(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
+    start_compile_processes()
+    assert started == []
+
+
+def test_the_working_directory_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "peagle").mkdir()
+    (tmp_path / "peagle" / "__init__.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    processes = CompileProcesses(1)
+    connection = processes._starting.get()
+    assert connection.recv() is True  # An EOFError: the server has ended.
+    connection.close()
+
+
+@pytest.mark.parametrize(("jobs", "limits"), [(0, [900.0]), (2, [900.0, 60.0, 60.0])])
+def test_they_wait_longer_for_the_first_job(
+    monkeypatch: pytest.MonkeyPatch, jobs: int, limits: list[float]
+) -> None:
+    """Weights are downloaded and loaded before it comes."""
+    ours, theirs = Pipe()
+    for _ in range(jobs):
+        ours.send("no job")
+    waited: list[float] = []
+
+    def poll(self: Connection, timeout: float = 0.0) -> bool:
+        waited.append(timeout)
+        return len(waited) <= jobs
+
+    monkeypatch.setattr(Connection, "poll", poll)
+    compile_server.serve(theirs)
+    assert waited == limits
+    assert [ours.recv() for _ in range(jobs + 1)] == [True] + [False] * jobs
 
 
 def test_they_end_with_the_process_that_they_serve() -> None:

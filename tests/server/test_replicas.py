@@ -37,7 +37,7 @@ def test_devices_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = ["4", "6"]
     assert device_environments(ServerSettings(replicas=2), gpus) == [
         {"CUDA_VISIBLE_DEVICES": "4"},
-        {"CUDA_VISIBLE_DEVICES": "6"},
+        {"CUDA_VISIBLE_DEVICES": "6", "PEAGLE_COMPILE_PROCESSES": "0"},
     ]
     with pytest.raises(UserError, match="use `replicas` 2, or set `kv_tokens`"):
         device_environments(ServerSettings(replicas=3), gpus)

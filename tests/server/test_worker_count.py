@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from peagle import machine
 from peagle.server.http_workers import worker_count
 
 
@@ -55,11 +56,11 @@ def test_with_hidden_gpus(
 def set_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, cores: int) -> None:
     """A machine with a GPU and without a CPU quota."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(worker_count, "NVIDIA_DEVICE", folder)
-    monkeypatch.setattr(worker_count, "CPU_QUOTA", folder / "cpu.max")
+    monkeypatch.setattr(machine, "GPU_FILES", (folder,))
+    monkeypatch.setattr(machine, "CPU_QUOTA", folder / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(worker_count, "NVIDIA_DEVICE", tmp_path / "missing")
+    monkeypatch.setattr(machine, "GPU_FILES", (tmp_path / "missing",))
     assert worker_count.default_http_workers("auto", "native") == 1

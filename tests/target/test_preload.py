@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from peagle import machine
 from peagle.target import preload
 
 
@@ -27,7 +28,7 @@ def test_contexts(
     expected: list[str],
 ) -> None:
     created = contexts(monkeypatch, tmp_path, has_cuda)
-    preload.load_libraries(device)
+    preload.load_libraries(device, threading.Event())
     assert created == expected
 
 
@@ -36,7 +37,7 @@ def test_a_device_without_a_number_is_left_to_torch(
 ) -> None:
     contexts(monkeypatch, tmp_path, has_cuda=True)
     monkeypatch.setattr(preload, "create_context", lambda device: int(device.partition(":")[2]))
-    preload.load_libraries("cuda:x")
+    preload.load_libraries("cuda:x", threading.Event())
 
 
 def contexts(monkeypatch: pytest.MonkeyPatch, folder: Path, has_cuda: bool) -> list[str]:
@@ -52,13 +53,15 @@ def contexts(monkeypatch: pytest.MonkeyPatch, folder: Path, has_cuda: bool) -> l
 
 
 @pytest.mark.parametrize(
-    ("has_cuda", "has_driver", "device", "expected"),
+    ("has_cuda", "has_driver", "device", "visible", "expected"),
     [
-        (True, True, "auto", True),
-        (True, True, "cuda:1", True),
-        (True, True, "cpu", False),
-        (True, False, "auto", False),
-        (False, True, "auto", False),
+        (True, True, "auto", "0", True),
+        (True, True, "cuda:1", "0,1", True),
+        (True, True, "cpu", "0", False),
+        (True, False, "auto", "0", False),
+        (False, True, "auto", "0", False),
+        (True, True, "auto", "", False),
+        (True, True, "auto", "-1", False),
     ],
 )
 def test_kernels_are_compiled_early_only_for_a_gpu(
@@ -67,13 +70,15 @@ def test_kernels_are_compiled_early_only_for_a_gpu(
     has_cuda: bool,
     has_driver: bool,
     device: str,
+    visible: str,
     expected: bool,
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     contexts(monkeypatch, tmp_path, has_cuda)
     driver = tmp_path / "nvidiactl"
     if has_driver:
         driver.touch()
-    monkeypatch.setattr(preload, "GPU_FILES", (driver,))
+    monkeypatch.setattr(machine, "GPU_FILES", (driver,))
     monkeypatch.setattr(preload, "LATER_MODULES", ())
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     started: list[str] = []

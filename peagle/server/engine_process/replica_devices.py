@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from peagle.errors import UserError
+from peagle.kernels.compile_processes import PROCESSES_VARIABLE
 from peagle.server.settings import ServerSettings
 from peagle.server.supervisor.launch_spec import inherited_environment
 
@@ -13,7 +14,10 @@ COUNT_PROGRAM = "import torch; print(torch.cuda.device_count())"
 
 
 def device_environments(settings: ServerSettings, gpus: Sequence[str]) -> list[dict[str, str]]:
-    """For each replica, return the variables that assign it a GPU or a share of the threads."""
+    """For each replica, return the variables that assign it a GPU or a share of the threads.
+
+    Only the first one starts processes that compile kernels; all need the same ones.
+    """
     if settings.replicas is None:
         return [{}]
     count = settings.replicas
@@ -23,7 +27,10 @@ def device_environments(settings: ServerSettings, gpus: Sequence[str]) -> list[d
             " set `kv_tokens`, each replica's share of a GPU's memory"
         )
     if gpus:
-        return [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} for i in range(count)]
+        environments = [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} for i in range(count)]
+        for environment in environments[1:]:
+            environment[PROCESSES_VARIABLE] = "0"
+        return environments
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     return [{"OMP_NUM_THREADS": str(max(1, threads // count))} for _ in range(count)]
 

@@ -20,7 +20,6 @@ While a pass runs dry, its tensors hold zeros instead of results, which are vali
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from peagle.kernels.compile_processes import CompileProcesses, compile_processes
 from peagle.kernels.triton.launch.compiled_marker import CompiledMarker
 from peagle.kernels.triton.launch.kernel_job import KernelJob, compile_kernel
+from peagle.machine import usable_cores
 
 try:
     import triton
@@ -189,13 +189,16 @@ class KernelCompiler:
             job = KernelJob.create(source, target, options)
             if job is not None and self._processes.compile(job):
                 return
-        compile_kernel(source, target, options)
+        try:
+            compile_kernel(source, target, options)
+        except Exception:  # The launch fails, too, and reports it.
+            log.debug("a kernel was not compiled ahead", exc_info=True)
 
 
 @cache
 def shared_compiler() -> KernelCompiler:
     """One for all engines of a process, whose threads wait when nothing is to be compiled."""
-    return KernelCompiler(min(os.cpu_count() or 1, MAX_THREADS), compile_processes())
+    return KernelCompiler(min(usable_cores(), MAX_THREADS), compile_processes())
 
 
 def launch_key(function: Any, args: Sequence[Any], options: dict[str, Any]) -> Hashable:

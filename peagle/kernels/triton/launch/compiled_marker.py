@@ -2,28 +2,14 @@
 
 import hashlib
 import os
-from functools import cache
 from pathlib import Path
 
-import torch
-
-from peagle.kernels.compile_processes import MARKER_PREFIX
+from peagle.kernels.sources_digest import marker_prefix
 
 try:
     import triton
 except ImportError:  # without Triton there is nothing to compile
     triton = None
-
-KERNELS = Path(__file__).parents[1]
-
-
-@cache
-def sources_digest() -> bytes:
-    """Of the kernels' source and the compiler."""
-    digest = hashlib.sha256(f"{torch.__version__} {triton.__version__}".encode())
-    for file in sorted(KERNELS.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.digest()
 
 
 class CompiledMarker:
@@ -31,10 +17,8 @@ class CompiledMarker:
 
     def __init__(self, description: str) -> None:
         """`description`: what the kernels depend on, besides their source and the compiler."""
-        digest = hashlib.sha256(description.encode())
-        digest.update(sources_digest())
-        folder = Path(triton.knobs.cache.dir)
-        self.path = folder / f"{MARKER_PREFIX}{digest.hexdigest()[:32]}"
+        digest = hashlib.sha256(description.encode()).hexdigest()
+        self.path = Path(triton.knobs.cache.dir) / f"{marker_prefix()}{digest[:32]}"
 
     def exists(self) -> bool:
         return self.path.exists()

@@ -1,6 +1,5 @@
 """KernelJob: a kernel to be compiled, also by another process, which finds its function by name."""
 
-import logging
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,8 +10,6 @@ try:
     from triton.compiler import ASTSource
 except ImportError:  # without Triton there is nothing to compile
     triton = None
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,5 @@ class KernelJob:
 
 def compile_kernel(source: Any, target: Any, options: dict[str, Any]) -> None:
     """Compile a kernel, and the function in C that launches it where Triton has one for each."""
-    try:
-        kernel = triton.compile(source, target=target, options=options)
-        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-    except Exception:
-        log.debug("a kernel was not compiled ahead", exc_info=True)
+    kernel = triton.compile(source, target=target, options=options)
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
