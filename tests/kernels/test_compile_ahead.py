@@ -221,6 +221,7 @@ print(json.dumps({"here": hits}))
     assert run_script(PROCESSES + script) == {"here": [False]}
 
 
+@pytest.mark.slow
 def test_threads_compile_where_processes_have_ended(run_script: RunScript) -> None:
     """One that ends while it compiles, and a program that cannot be started."""
     script = """
@@ -237,6 +238,7 @@ print(json.dumps({"ended": ended, "here": hits}))
     assert run_script(PROCESSES + script) == {"ended": False, "here": [False, False]}
 
 
+@pytest.mark.slow
 def test_threads_compile_what_a_process_could_not(run_script: RunScript) -> None:
     """A process that has failed takes the next job."""
     script = """
@@ -256,6 +258,7 @@ print(json.dumps({"failed": failed, "here": hits}))
     assert run_script(PROCESSES + script) == {"failed": [False], "here": [False]}
 
 
+@pytest.mark.slow
 def test_threads_compile_functions_that_have_no_name_elsewhere(run_script: RunScript) -> None:
     script = """
 processes = start()

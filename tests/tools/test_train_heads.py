@@ -151,6 +151,7 @@ def train_rungs(place: Path, prompts: Path, out: Path, rungs: str) -> int:
     return train_heads.main([*words, "--rungs", rungs])
 
 
+@pytest.mark.slow
 def test_a_rung_that_fails(
     place: Path,
     tiny: None,

@@ -392,7 +392,8 @@ def test_a_dependency_learns_what_rows_cannot_know(learned_plain: Learned, tmp_p
     assert {name.split(".")[0] for name in saved} == {"dependency", "confidence"}
 
 
-@pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", [1, 2])
 def test_a_refinement_learns_what_rows_cannot_know(
     learned_plain: Learned, passes: int, tmp_path: Path
 ) -> None:
