@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from peagle.bench.load.native import NativeRunner
 from peagle.bench.quality.sandbox import find_sandbox
-from peagle.cli import app
 from tests.support.benching import serving, tiny_folder, write_set
+from tests.support.command_line import run
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +18,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_set(root / "talk.jsonl", 4, turns=2)
     write_set(root / "gsm8k.jsonl", 3)
     return root
-
-
-def run(*args: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert result.exit_code == code, result.output + result.stderr + repr(result.exception)
-    return result.stdout if code == 0 else result.stderr
 
 
 def bench(tiny: Path, *args: object, code: int = 0) -> str:

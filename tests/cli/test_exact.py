@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from peagle.bench.load.engine_pool import EnginePool
-from peagle.cli import app
 from peagle.server import run as server_run
 from peagle.server.engines.engine_factory import EngineFactory
 from peagle.server.settings import ServerSettings
 from tests.support.benching import tiny_folder, write_set
+from tests.support.command_line import run
 from tests.support.cpu_features import needs_c
 
 MODES = [([], "batched"), (["--exact"], "batched"), (["--no-exact"], None)]
@@ -23,12 +22,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tiny_folder(tmp_path_factory.mktemp("exact"))
     write_set(root / "talk.jsonl", 3)
     return root
-
-
-def run(*args: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert result.exit_code == code, result.output + result.stderr + repr(result.exception)
-    return result.stdout if code == 0 else result.stderr
 
 
 @needs_c
