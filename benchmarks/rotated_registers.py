@@ -18,9 +18,11 @@ from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.attention import paged_attention, rotated_attention
 from peagle.kernels.triton.attention.attention_plan import new_split_counters
 from peagle.kernels.triton.batch_invariant import paged_attention as invariant
+from peagle.kernels.triton.batch_invariant import tree_lanes
 
-MODULES = (paged_attention, invariant, rotated_attention)
-PASSES = ((1, 1), (1, 8), (8, 1), (8, 8))  # requests, rows
+MODULES = (paged_attention, invariant, rotated_attention, tree_lanes)
+PASSES = ((1, 1, 0), (1, 8, 0), (8, 1, 0), (8, 8, 0))  # requests, rows, tree depth
+TREE_PASSES = ((1, 16, 7), (1, 32, 11), (2, 16, 7), (2, 32, 11))  # in exact mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,11 @@ def main() -> None:
     spilled = 0
     for name in names:
         for exact in (False, True):
-            for requests, count in PASSES:
-                rows = new_pass(requests, count, 0)
+            for requests, count, depth in PASSES + TREE_PASSES * exact:
+                rows = new_pass(requests, count, depth)
                 for rotates in (False, True):
                     mode = f"{'exact' if exact else 'fast'}, {'rotated' if rotates else 'separate'}"
-                    label = f"{name} {requests} x {count} {mode}"
+                    label = f"{name} {requests} x {count}{' tree' if depth else ''} {mode}"
                     spilled += compiled.print_kernel(
                         label,
                         lambda: run_layer(SHAPES[name], rows, exact, rotates),  # noqa: B023

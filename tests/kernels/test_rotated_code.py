@@ -33,8 +33,8 @@ def rotate_rows(dtype, partial_sums):
     heads = AttentionHeads(8, 2)
     rope_store.rope_store(qkv, new_pass(1, 8, 0), table, cache, cache.clone(), heads)
 
-def attend(exact, partial_sums):
-    run_layer(LayerShape(8, 2, 64, 2 if partial_sums else 1), new_pass(1, 8, 0), exact, True)
+def attend(exact, partial_sums, depth=0):
+    run_layer(LayerShape(8, 2, 64, 2 if partial_sums else 1), new_pass(1, 8, depth), exact, True)
 
 def products():
     # The type of each fma instruction, and what it adds.
@@ -74,9 +74,9 @@ def test_rotated_attention(server: ScriptServer, exact: bool, partial_sums: bool
     assert all(dtype == "f32" for dtype, _ in found)  # A fused sum of a softmax is in float32, too.
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_new_keys_are_stored_before_keys_are_read(server: ScriptServer, exact: bool) -> None:
-    output = server.run(f"attend({exact}, True)\nprint(json.dumps(instructions()))")
+@pytest.mark.parametrize("arguments", ["False, True", "True, True", "True, True, depth=4"])
+def test_new_keys_are_stored_before_keys_are_read(server: ScriptServer, arguments: str) -> None:
+    output = server.run(f"attend({arguments})\nprint(json.dumps(instructions()))")
     names: list[str] = json.loads(output.splitlines()[-1])
     wait, first_key = names.index("griddepcontrol.wait"), names.index("cp.async.cg")
     stores = [i for i, name in enumerate(names[:first_key]) if name == "st.global"]

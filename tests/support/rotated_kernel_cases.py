@@ -32,6 +32,8 @@ from tests.support.invariant_kernel_cases import chained_products
 PAGE = 16
 MAX_POSITIONS = 100  # of the table of cosines and sines: some positions lie behind it
 RAGGED = ([61, 0, 64, 5], [5, 8, 1, 0])  # first positions and row counts
+# The parent of each node; nodes of one subtree do not lie beside each other.
+PARENTS = [-1, 0, 0, 1, 3, 2, 4, 6, 1, *(node // 2 for node in range(9, 33))]
 EXACT_PLANS = [
     AttentionPlan(2, 16, True, 4),
     AttentionPlan(8, 32, True, 4),
@@ -155,6 +157,21 @@ def new_pass(firsts: list[int], counts: list[int], device: str) -> RowPass:
     )
 
 
+def as_trees(rows: RowPass, parents: list[int]) -> RowPass:
+    """The same rows as those of trees: each request has the first nodes of one tree."""
+    masks = [1]
+    for row, parent in enumerate(parents[1:], start=1):
+        masks.append(masks[parent] | 1 << row)
+    depths = torch.tensor([mask.bit_count() - 1 for mask in masks])
+    positions, tree_masks = rows.positions.clone(), torch.zeros_like(rows.positions)
+    requests = (x.tolist() for x in (rows.row_starts, rows.row_counts, rows.first_positions))
+    for start, count, first in zip(*requests, strict=True):
+        positions[start : start + count] = first + depths[:count]
+        tree_masks[start : start + count] = torch.tensor(masks[:count])
+    depth = int(depths.max())
+    return replace(rows, positions=positions, tree_masks=tree_masks, tree_depth=depth, _cache={})
+
+
 def separate(
     qkv: Tensor,
     rows: RowPass,
@@ -233,8 +250,22 @@ def check_exact(
     shape: Shape, firsts: list[int], counts: list[int], device: str, dtype: torch.dtype
 ) -> None:
     """The bits of separate kernels, for all plans."""
-    dtype = torch.bfloat16 if device == "cuda" else dtype
-    layer = Layer.create(shape, firsts, counts, device, dtype)
+    check_exact_layer(Layer.create(shape, firsts, counts, device, exact_dtype(device, dtype)))
+
+
+def check_exact_trees(
+    shape: Shape, firsts: list[int], counts: list[int], device: str, dtype: torch.dtype
+) -> None:
+    layer = Layer.create(shape, firsts, counts, device, exact_dtype(device, dtype))
+    check_exact_layer(replace(layer, rows=as_trees(layer.rows, PARENTS)))
+
+
+def exact_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else dtype
+
+
+def check_exact_layer(layer: Layer) -> None:
+    device = layer.qkv.device.type
     params = replace(layer.params, batch_invariant=True)
     partial_sums = some(3, *layer.qkv.shape).to(device)
     with chained_products():
@@ -247,11 +278,14 @@ def check_exact(
             for plan in plans:
                 with patch.object(invariant, "plan_pass", return_value=plan):
                     assert_same(layer.run(rotated_attention.rotated_attention), expected, None)
+            if device == "cpu":
+                with reversed_programs():
+                    assert_same(layer.run(rotated_attention.rotated_attention), expected, None)
 
 
 def check_exact_passes(first: int, device: str, dtype: torch.dtype) -> None:
     """The rows of a request have the same bits in a batch and in passes of 1, 5 and 8 rows."""
-    dtype = torch.bfloat16 if device == "cuda" else dtype
+    dtype = exact_dtype(device, dtype)
     batch = Layer.create(Shape(4, 2, 16, 16), [first, 5], [8, 3], device, dtype)
     batch = replace(batch, params=replace(batch.params, batch_invariant=True))
     slots = batch.rows.kv_slots[1:8]  # The last row is not stored.
@@ -285,10 +319,20 @@ def check_support(device: str, dtype: torch.dtype) -> None:
     assert not is_supported(q_norm=norm)
     assert not is_supported(qkv=layer.qkv.new_empty(65, layer.qkv.shape[1]))
     assert not is_supported(tree_masks=layer.rows.positions)
-    assert not is_supported(bidirectional_rows=2)
+    assert not is_supported(bidirectional_rows=2) and not is_supported(True, bidirectional_rows=2)
     assert not is_supported(reads_new_keys=True)
     assert not is_supported(softcap=3.0)
-    assert is_supported(exact=True) == (device == "cpu" or dtype != torch.float32)
+    holds = device == "cpu" or dtype != torch.float32
+    assert is_supported(exact=True) == holds
+    assert is_supported(exact=True, tree_masks=layer.rows.positions) == holds
+    wide = Layer.create(Shape(1, 1, 72, 16), [61], [5], device, dtype)
+    assert not rotated_attention.supports_rotated_attention(
+        wide.qkv,
+        replace(wide.rows, tree_masks=wide.rows.positions),
+        wide.caches[0],
+        wide.heads,
+        replace(wide.params, batch_invariant=True),
+    )
 
 
 CASES: dict[str, Callable[[str, torch.dtype], None]] = {
@@ -309,4 +353,13 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
         check_exact, Shape(4, 1, 24, 10, window=20, sinks=True), [61], [9]
     ),
     "exact rotated attention, passes": partial(check_exact_passes, 60),
+    "exact rotated attention, trees": partial(
+        check_exact_trees, Shape(4, 2, 16, 16), [61, 0, 5], [7, 9, 0]
+    ),
+    "exact rotated attention, tree in the last split and the first": partial(
+        check_exact_trees, Shape(3, 1, 24, 10, window=70, sinks=True), [509], [9]
+    ),
+    "exact rotated attention, large tree": partial(
+        check_exact_trees, Shape(2, 1, 16, 16), [60], [33]
+    ),
 }

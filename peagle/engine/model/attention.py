@@ -22,7 +22,7 @@ from peagle.kernels.triton.attention.rotated_attention import (
     rotated_attention,
     supports_rotated_attention,
 )
-from peagle.kernels.triton.batch_invariant.paged_attention import find_lanes, invariant_attention
+from peagle.kernels.triton.batch_invariant.paged_attention import invariant_attention
 
 BLOCK_ROWS = 8
 
@@ -41,8 +41,6 @@ def attend_qkv(
     args = (qkv, rows, rope_table, key_cache, value_cache, heads)
     if supports_rotated_attention(qkv, rows, key_cache, heads, params):
         return rotated_attention(*args, params, split_counters=split_counters)
-    if params.batch_invariant:
-        find_lanes(rows, heads.num_heads, key_cache)
     return attend(rope_store(*args), key_cache, value_cache, rows, params, split_counters)
 
 

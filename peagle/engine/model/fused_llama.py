@@ -40,6 +40,7 @@ from peagle.kernels.cpu.ops import supports_heads
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.stored_matrix import Table, table_rows
 from peagle.kernels.triton.add_norm import add_norm
+from peagle.kernels.triton.batch_invariant.paged_attention import find_lanes
 from peagle.kernels.triton.batch_invariant.vendor_gemm import VendorRows
 from peagle.kernels.triton.launch.compile_ahead import POINTER_ALIGNMENT, is_dry
 
@@ -80,6 +81,8 @@ class LlamaLayer:
                 lambda: LayerWorkspace.create(rows, rope, cpu_layer.scratch_width, normed.dtype),
             )
             return cpu_layer(normed, residual, workspace, keys, values)
+        if self.attention.batch_invariant:
+            find_lanes(rows, self.heads.num_heads, keys)
         qkv = self.qkv.split_k(normed)
         attended = attend_qkv(
             qkv, rows, rope, keys, values, self.heads, self.attention, kv_cache.arrived

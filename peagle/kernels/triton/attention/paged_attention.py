@@ -63,7 +63,8 @@ try:
         QkvSizes,
         RopeTable,
         load_angles,
-        load_new_angles,
+        load_new_block,
+        load_positions,
         load_rotated,
         store_new_keys,
     )
@@ -194,22 +195,23 @@ if triton is not None:
         end_row = tl.minimum((block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1, row_count)
         if ROTATE:
             sizes: tl.constexpr = QkvSizes(
-                HEADS, GROUP, D, ROT, SUMS, SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
+                HEADS, GROUP, D, ROT, SUMS, SPLITS, TREE, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
             )
             rope = RopeTable(positions_ptr, rope_table_ptr, stride_rope_row, max_positions)
             product = QkvProduct(query_ptr, stride_q_split, stride_q_row)
             dtype = key_cache_ptr.dtype.element_ty
-            q_angles = load_angles(rope, row, row_mask, sizes, dtype)
+            q_position = load_positions(rope, row, row_mask)
+            q_angles = load_angles(rope, q_position, row_mask, sizes, dtype)
+            cache = HeadCache(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, kv_slots_ptr)
             new_rows = NewRows(first_row, first, end_row, split, kv_head)
-            k_angles = load_new_angles(rope, new_rows, 0, sizes, dtype)
+            new_block = load_new_block(rope, new_rows, cache, 0, sizes, dtype)
         wait_for_inputs(DEPENDENT)
         launch_next(DEPENDENT)
         if block * BLOCK_ROWS >= row_count * GROUP:
             return
         if ROTATE:
             q = load_rotated(product, row, head, row_mask, q_angles, sizes)
-            cache = HeadCache(keys_ptr, values_ptr, stride_k_slot, stride_v_slot, kv_slots_ptr)
-            store_new_keys(product, new_rows, rope, k_angles, cache, sizes, MORE_ROWS)
+            store_new_keys(product, new_rows, rope, new_block, cache, sizes, MORE_ROWS)
             tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
         else:
             q = tl.load(

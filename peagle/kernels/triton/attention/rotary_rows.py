@@ -8,8 +8,8 @@ and values of new rows, which it stores. Dimension i of a head rotates with dime
                     pairs    2        3        0        1
                     sines   -sin 0   -sin 1    sin 0    sin 1
 
-Results are rounded where rope_store rounds, so they have the same bits. Angles are older than the
-kernel in front: they are loaded before `wait_for_inputs`.
+Results are rounded where rope_store rounds, so they have the same bits. Angles and KV slots are
+older than the kernel in front: they are loaded before `wait_for_inputs`.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ except ImportError:  # without Triton the reference runs
     triton = None
 
 NEW_ROW_BLOCKS = (1, 8, 16)  # Each is a kernel of its own.
-MAX_BLOCK_NEW = NEW_ROW_BLOCKS[-1]
+TREE_ROW_BLOCKS = (16, 32)
 
 
 class Rotation(NamedTuple):
@@ -71,6 +71,15 @@ class NewRows(NamedTuple):
     kv_head: Any
 
 
+class NewBlock(NamedTuple):
+    """Some of these rows, and what is known of them before the product is; in a kernel."""
+
+    row: Any
+    is_read: Any  # by this program
+    slot: Any
+    angles: Any
+
+
 class HeadCache(NamedTuple):
     """The keys and values of one head; in a kernel."""
 
@@ -90,6 +99,7 @@ class QkvSizes(NamedTuple):
     ROT: Any
     SUMS: Any  # split-K partial sums of the product
     SPLITS: Any  # of the keys, of which a program reads one
+    TREE: Any  # The place of a key among the splits is its position, not that of its KV slot.
     BLOCK_KEYS: Any
     BLOCK_NEW: Any  # new rows that are rotated at once
     BLOCK_D: Any
@@ -106,12 +116,13 @@ def rotation_arguments(rotation: Rotation | None, rows: RowPass) -> dict[str, An
         constants = dict.fromkeys(("ROT", "SUMS", "BLOCK_NEW", "MORE_ROWS"), 0)
         return {"ROTATE": False, **constants, **dict.fromkeys((*pointers, *numbers))}
     qkv, rope_table, _ = rotation
+    blocks = NEW_ROW_BLOCKS if rows.tree_masks is None else TREE_ROW_BLOCKS
     return {
         "ROTATE": True,
         "ROT": rope_table.shape[1],
         "SUMS": 1 if qkv.dim() == 2 else len(qkv),
-        "BLOCK_NEW": next((n for n in NEW_ROW_BLOCKS if n >= rows.max_rows), MAX_BLOCK_NEW),
-        "MORE_ROWS": rows.max_rows > MAX_BLOCK_NEW,
+        "BLOCK_NEW": next((n for n in blocks if n >= rows.max_rows), blocks[-1]),
+        "MORE_ROWS": rows.max_rows > blocks[-1],
         "kv_slots_ptr": rows.kv_slots,
         "rope_table_ptr": rope_table,
         "max_positions": len(rope_table),
@@ -145,11 +156,14 @@ if triton is not None:
         return (tl.arange(0, sizes.BLOCK_D) + sizes.ROT // 2) % sizes.ROT
 
     @triton.jit
-    def load_angles(rope, row, mask, sizes, dtype):  # type: ignore[no-untyped-def]
-        """[N, d]: the cosines of rows, and the sines with the signs that their dimensions have."""
+    def load_positions(rope, row, mask):  # type: ignore[no-untyped-def]
+        return tl.load(rope.positions_ptr + row, mask=mask, other=0)
+
+    @triton.jit
+    def load_angles(rope, position, mask, sizes, dtype):  # type: ignore[no-untyped-def]
+        """[N, d]: cosines of positions, and sines with the signs that their dimensions have."""
         dims = tl.arange(0, sizes.BLOCK_D)
-        position = tl.load(rope.positions_ptr + row, mask=mask, other=0).to(tl.int64)
-        position = tl.minimum(position, rope.max_positions - 1)
+        position = tl.minimum(position.to(tl.int64), rope.max_positions - 1)
         row_ptr = rope.table_ptr + position[:, None] * rope.stride_row
         ptr = row_ptr + (dims % (sizes.ROT // 2))[None, :]
         angle_mask = mask[:, None] & (dims < sizes.ROT)[None, :]
@@ -178,42 +192,46 @@ if triton is not None:
         return rotated
 
     @triton.jit
-    def _read_rows(rows, start, sizes):  # type: ignore[no-untyped-def]
-        """Some rows of a request, and which of them have keys that this program reads."""
+    def load_new_block(rope, rows, cache, start, sizes, dtype):  # type: ignore[no-untyped-def]
+        """The rows from `start` on."""
         local_row = start + tl.arange(0, sizes.BLOCK_NEW)
-        split = (rows.first + local_row) // sizes.BLOCK_KEYS % sizes.SPLITS
-        return rows.start + local_row, (local_row < rows.end) & (split == rows.split)
+        row = rows.start + local_row
+        is_row = local_row < rows.end
+        position = load_positions(rope, row, is_row)
+        place = rows.first + local_row
+        if sizes.TREE:
+            place = position
+        is_read = is_row & (place // sizes.BLOCK_KEYS % sizes.SPLITS == rows.split)
+        slot = tl.load(cache.kv_slots_ptr + row, mask=is_read, other=-1).to(tl.int64)
+        angles = load_angles(rope, position, is_read, sizes, dtype)
+        return NewBlock(row, is_read, slot, angles)
 
     @triton.jit
-    def load_new_angles(rope, rows, start, sizes, dtype):  # type: ignore[no-untyped-def]
-        row, is_read = _read_rows(rows, start, sizes)
-        return load_angles(rope, row, is_read, sizes, dtype)
-
-    @triton.jit
-    def _store_block(product, rows, start, angles, cache, sizes):  # type: ignore[no-untyped-def]
+    def _store_block(product, rows, block, cache, sizes):  # type: ignore[no-untyped-def]
         dims = tl.arange(0, sizes.BLOCK_D)
-        row, is_read = _read_rows(rows, start, sizes)
-        slot = tl.load(cache.kv_slots_ptr + row, mask=is_read, other=-1).to(tl.int64)[:, None]
+        row = block.row
         key_head = tl.zeros_like(row) + sizes.HEADS + rows.kv_head
-        k = load_rotated(product, row, key_head, is_read, angles, sizes)
+        k = load_rotated(product, row, key_head, block.is_read, block.angles, sizes)
         value_head = key_head + sizes.HEADS // sizes.GROUP
         source = product.qkv_ptr + row[:, None] * product.stride_row + value_head[:, None] * sizes.D
-        mask = is_read[:, None] & (dims < sizes.D)[None, :]
+        mask = block.is_read[:, None] & (dims < sizes.D)[None, :]
         v = load_sum(source + dims[None, :], product.stride_split, mask, sizes.SUMS, k.dtype)
+        slot = block.slot[:, None]
         mask = mask & (slot >= 0)
         tl.store(cache.keys_ptr + slot * cache.stride_k_slot, k, mask=mask)
         tl.store(cache.values_ptr + slot * cache.stride_v_slot, v, mask=mask)
 
     @triton.jit
     def store_new_keys(  # type: ignore[no-untyped-def]
-        product, rows, rope, angles, cache, sizes, MORE_ROWS: tl.constexpr
+        product, rows, rope, block, cache, sizes, MORE_ROWS: tl.constexpr
     ):
         """Store the keys and values of new rows that this program reads behind a barrier.
 
-        `angles`: of the first BLOCK_NEW rows.
+        `block`: the first BLOCK_NEW rows.
         """
-        _store_block(product, rows, 0, angles, cache, sizes)
+        _store_block(product, rows, block, cache, sizes)
         if MORE_ROWS:
+            dtype = block.angles[0].dtype
             for start in tl.range(sizes.BLOCK_NEW, rows.end, sizes.BLOCK_NEW, num_stages=1):
-                angles = load_new_angles(rope, rows, start, sizes, angles[0].dtype)
-                _store_block(product, rows, start, angles, cache, sizes)
+                next_block = load_new_block(rope, rows, cache, start, sizes, dtype)
+                _store_block(product, rows, next_block, cache, sizes)

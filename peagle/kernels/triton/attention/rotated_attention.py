@@ -11,7 +11,8 @@ those of the new rows that it is going to read, and the values:
 
 Every row attends to itself, so every row is stored. Programs for other queries of the same head
 store the same bits; none waits for another. So a request must not read what another one stores in
-the same pass (`RowPass.reads_new_keys`).
+the same pass (`RowPass.reads_new_keys`). In exact mode, the rows may be those of a tree: the key of
+a node belongs to the split of its position.
 
 Results have the bits of attention behind rope_store. Heads with norms are left to rope_store: the
 order in which a norm adds depends on the tile, and there is nothing to gain (docs/moe.md).
@@ -32,6 +33,7 @@ from peagle.kernels.triton.batch_invariant import paged_attention as invariant
 MAX_ROWS = skinny_gemm.MAX_ROWS
 # In larger blocks, instructions (wgmma) wait for each other if the queries are computed.
 MAX_BLOCK_QUERIES = 32
+MAX_TREE_D = 64  # Wider heads of trees need more registers than there are.
 
 
 def reference(
@@ -53,11 +55,13 @@ def supports_rotated_attention(
     qkv: Tensor, rows: RowPass, key_cache: Tensor, heads: AttentionHeads, params: AttentionParams
 ) -> bool:
     """Whether the kernels support this pass, and it has few rows."""
-    is_chain = rows.tree_masks is None and not rows.bidirectional_rows
-    if not uses_triton(qkv) or qkv.shape[-2] > MAX_ROWS or not is_chain:
+    if not uses_triton(qkv) or qkv.shape[-2] > MAX_ROWS or rows.bidirectional_rows:
         return False
     has_norms = heads.q_norm is not None or heads.k_norm is not None
     if has_norms or rows.reads_new_keys or params.softcap is not None:
+        return False
+    is_tree = rows.tree_masks is not None
+    if is_tree and (not params.batch_invariant or key_cache.shape[2] > MAX_TREE_D):
         return False
     if not params.batch_invariant:
         plan = paged_attention.plan_pass(rows, heads.num_heads, key_cache)

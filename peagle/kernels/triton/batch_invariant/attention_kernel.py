@@ -13,7 +13,8 @@ try:
         QkvSizes,
         RopeTable,
         load_angles,
-        load_new_angles,
+        load_new_block,
+        load_positions,
         load_rotated,
         store_new_keys,
     )
@@ -178,20 +179,13 @@ if triton is not None:
         if ROTATE:
             READ_SPLITS: tl.constexpr = SPLITS if PARALLEL else 1
             sizes: tl.constexpr = QkvSizes(
-                HEADS, GROUP, D, ROT, SUMS, READ_SPLITS, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
+                HEADS, GROUP, D, ROT, SUMS, READ_SPLITS, TREE, BLOCK_KEYS, BLOCK_NEW, BLOCK_D
             )
             rope = RopeTable(positions_ptr, rope_table_ptr, stride_rope_row, max_positions)
             product = QkvProduct(query_ptr, stride_q_split, stride_q_row)
             dtype = key_cache_ptr.dtype.element_ty
-            q_angles = load_angles(rope, row, row_mask, sizes, dtype)
-            new_rows = NewRows(row_start, first, end_row, split, kv_head)
-            k_angles = load_new_angles(rope, new_rows, 0, sizes, dtype)
-        wait_for_inputs(DEPENDENT)
-        launch_next(DEPENDENT)
-        if first_row >= row_count:
-            return
-        if ROTATE:
-            q = load_rotated(product, row, head, row_mask, q_angles, sizes)
+            q_position = position if TREE else load_positions(rope, row, row_mask)
+            q_angles = load_angles(rope, q_position, row_mask, sizes, dtype)
             cache = HeadCache(
                 keys_ptr + dims[None, :],
                 values_ptr + dims[None, :],
@@ -199,7 +193,16 @@ if triton is not None:
                 stride_v_slot,
                 kv_slots_ptr,
             )
-            store_new_keys(product, new_rows, rope, k_angles, cache, sizes, MORE_ROWS)
+            # The ancestors of a tree's row may be anywhere among the rows.
+            new_rows = NewRows(row_start, first, row_count if TREE else end_row, split, kv_head)
+            new_block = load_new_block(rope, new_rows, cache, 0, sizes, dtype)
+        wait_for_inputs(DEPENDENT)
+        launch_next(DEPENDENT)
+        if first_row >= row_count:
+            return
+        if ROTATE:
+            q = load_rotated(product, row, head, row_mask, q_angles, sizes)
+            store_new_keys(product, new_rows, rope, new_block, cache, sizes, MORE_ROWS)
             tl.debug_barrier()  # Every thread has stored: the new keys are read as the others.
         else:
             q = tl.load(

@@ -90,10 +90,11 @@ def find_lanes(rows: RowPass, num_heads: int, key_cache: Tensor) -> None:
 
     Attention reads them before the kernel in front of it has ended.
     """
-    plan = plan_pass(rows, num_heads, key_cache)
-    sizes = tail_sizes(rows, key_cache.shape[2], plan)
-    if sizes is not None:
-        tree_lanes(rows, sizes)
+    if rows.tree_masks is None:
+        return
+    sizes = tail_sizes(rows, key_cache.shape[2], plan_pass(rows, num_heads, key_cache))
+    assert sizes is not None
+    tree_lanes(rows, sizes)
 
 
 def launch_attention(
