@@ -99,6 +99,7 @@ RECIPES = {
             "draft_vocab": 32768,
             "lr": 3e-3,
             "bits": 4,
+            "sliding_window": 1024,
         },
         {
             "p-eagle": {"k": 11, "dependency": 64, "layers": 4, "intermediate_size": 512},

@@ -151,6 +151,10 @@ class TrainConfig:
     )
     seed: int = doc(0, "seed of the data order, the chains and the initial weights")
     bits: int = doc(8, "bits of the published matrices, 8 or 4; more where they cost more than 1 %")
+    rounded: float = doc(
+        0.0,
+        "last part of the training, as a fraction, in which passes use weights rounded to 4 bits",
+    )
     # Execution.
     dtype: str = doc(
         "auto", "auto (bfloat16 on a GPU), bfloat16 or float32; weights and optimizer stay float32"
@@ -203,6 +207,7 @@ class TrainConfig:
             "schedule": (self.schedule in SCHEDULES, "cosine, linear or constant"),
             **{name: (0 <= getattr(self, name) < 1, "in [0, 1)") for name in ("beta1", "beta2")},
             "bits": (self.bits in (4, 8), "4 or 8"),
+            "rounded": (0 <= self.rounded <= 1, "in [0, 1]"),
             "warmup": (0 <= self.warmup < 1, "in [0, 1)"),
             "dtype": (self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32"),
             "parallel": (self.parallel in ("ddp", "fsdp"), "ddp or fsdp"),
@@ -229,6 +234,10 @@ class TrainConfig:
                 )
             if self.train_embeddings:
                 raise UserError("freeze keeps the embeddings unchanged: leave out train_embeddings")
+        if self.rounded and self.bits != 4:
+            raise UserError("rounded trains for matrices of 4 bits: set bits = 4")
+        if self.rounded and self.parallel == "fsdp":
+            raise UserError("rounded needs whole matrices, which fsdp splits: use parallel = 'ddp'")
         if self.optimizer == "muon" and self.parallel == "fsdp":
             raise UserError(
                 "muon needs whole matrices, which fsdp splits:"

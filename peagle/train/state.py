@@ -4,12 +4,12 @@ A killed process loses only the steps after its last state.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -53,6 +53,7 @@ class RunState:
     seconds: float  # of training
     tokens: int  # of documents, seen by the target
     clock: float | None = None  # seconds that count for `minutes`; older states have none
+    scales: list[Tensor] = field(default_factory=list)  # of rounded weights
 
 
 def save_state(
@@ -106,7 +107,7 @@ def load_state(
         raise UserError(
             f"cannot read {newest}: {_first_line(error)}. Remove it to use the previous state"
         ) from error
-    names = [field.name for field in fields(RunState)]
+    names = [item.name for item in fields(RunState)]
     state = RunState(**{name: values[name] for name in names if name in values})
     check(state)
     options = StateDictOptions(full_state_dict=True)

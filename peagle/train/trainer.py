@@ -3,7 +3,8 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from peagle.train.objective.loss import Loss, LossSums
 from peagle.train.objective.passes import DrafterPasses
 from peagle.train.optim.optimizer import Optimizers
 from peagle.train.optim.parallel import GradientSync, World
+from peagle.train.optim.rounded_weights import RoundedWeights
 from peagle.train.plan import estimate_training_bytes
 from peagle.train.records import StepRecord
 from peagle.train.setup import TrainingData
@@ -92,6 +94,7 @@ class Trainer:
         self.total_steps = config.steps or math.ceil(epoch_steps)
         self.gradient_sync = GradientSync(self.passes, world, config.parallel)
         self.optimizers = Optimizers(self.passes, config, self.total_steps)
+        self.rounded_weights = RoundedWeights(self.drafter) if config.rounded else None
         if self.flex and config.compile and not self.gradient_sync.sharded:
             self.passes.compile()
             self.loss.compile()
@@ -146,6 +149,8 @@ class Trainer:
         self.seconds = state.seconds
         self.clock_before = state.seconds if state.clock is None else state.clock
         self.tokens = state.tokens
+        if self.rounded_weights is not None:
+            self.rounded_weights.scales = [x.to(self.target.device) for x in state.scales]
         return True
 
     def _check_same_run(self, state: RunState) -> None:
@@ -225,15 +230,23 @@ class Trainer:
         rows = self.world.sum_number(float(sum(b.num_supervised for b in batches)), device)
         scale = self.world.size / max(rows, 1.0)
         sums = self._zero_sums()
-        for batch in batches:
-            features = self.features(batch)
-            sums += pack_gradients(self.passes, batch, features, self.loss, scale, self.flex)
+        with self._rounding():
+            for batch in batches:
+                features = self.features(batch)
+                sums += pack_gradients(self.passes, batch, features, self.loss, scale, self.flex)
         self.gradient_sync.average()
         self.grad_norm = self.gradient_sync.clip(self.config.clip)
         self.lr_fraction = self.optimizers.step(self._schedule_step())
         tokens = float(sum(sum(batch.lengths) for batch in batches))
         self.tokens += int(self.world.sum_number(tokens, device))
         return sums
+
+    def _rounding(self) -> AbstractContextManager[None]:
+        """Rounded weights in the last part of the training, as `rounded` says."""
+        start = (1 - self.config.rounded) * self.total_steps
+        if self.rounded_weights is None or self._schedule_step() < start:
+            return nullcontext()
+        return self.rounded_weights.in_use(self.step)
 
     def _check_finite(self, losses: list[Tensor]) -> None:
         """Stop at a loss or a gradient that is not finite; the last state is older."""
@@ -292,6 +305,8 @@ class Trainer:
         state = RunState(
             self.step, asdict(self.config), self.digest, self.seconds, self.tokens, self._clock()
         )
+        if self.rounded_weights is not None:
+            state = replace(state, scales=[x.cpu() for x in self.rounded_weights.scales])
         save_state(self.out / "state", state, self.passes, self.optimizers, self.world)
 
     def save_drafter(self) -> Path:

@@ -80,6 +80,7 @@ def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
     """
     settings = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
     settings["convolution"] = method == "p-eagle"  # has a learning rate of its own
+    settings |= {"bits": 4, "rounded": 0.9}  # from the second step on
     whole = start(config_in(tmp_path / "whole", **settings))
     straight = train(whole)
     config = config_in(tmp_path / "parts", **settings)

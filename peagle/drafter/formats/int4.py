@@ -66,13 +66,34 @@ def unpack(stored: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
 
 def quantize(matrix: Tensor, group: int) -> Int4Rows:
     """Encode a matrix [rows, columns] whose columns are a multiple of `group`."""
-    x = matrix.float().view(len(matrix), -1, group)  # [rows, groups, group]
-    wanted = _group_scales(x)  # [rows, groups, 1]
-    smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a positive scale, too
-    scale = (wanted.abs().amax(1, keepdim=True) / MAX_GROUP_SCALE).clamp_min(smallest)
-    group_scale = (wanted / scale).round().clamp(-MAX_GROUP_SCALE, MAX_GROUP_SCALE)
+    x = _in_groups(matrix, group)
+    group_scale, scale = _quantized_scales(x)
     codes = _codes(x, group_scale * scale).to(torch.int8).view(len(matrix), -1)
     return Int4Rows(_pack_codes(codes), group_scale[:, :, 0].to(torch.int8), scale[:, 0, 0])
+
+
+def stored_scales(matrix: Tensor, group: int) -> Tensor:
+    """[rows, groups, 1]: the scales with which `quantize` encodes."""
+    group_scale, scale = _quantized_scales(_in_groups(matrix, group))
+    return group_scale * scale
+
+
+def rounded(matrix: Tensor, scales: Tensor) -> Tensor:
+    """What a matrix is after encoding with these scales and decoding."""
+    x = _in_groups(matrix, matrix.shape[1] // scales.shape[1])
+    return (_codes(x, scales) * scales).view_as(matrix)
+
+
+def _in_groups(matrix: Tensor, group: int) -> Tensor:
+    return matrix.float().view(len(matrix), -1, group)  # [rows, groups, group]
+
+
+def _quantized_scales(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The integer scales of groups [rows, groups, 1], and those of rows [rows, 1, 1]."""
+    wanted = _group_scales(x)
+    smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a positive scale, too
+    scale = (wanted.abs().amax(1, keepdim=True) / MAX_GROUP_SCALE).clamp_min(smallest)
+    return (wanted / scale).round().clamp(-MAX_GROUP_SCALE, MAX_GROUP_SCALE), scale
 
 
 def _group_scales(x: Tensor) -> Tensor:
