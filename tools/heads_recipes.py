@@ -72,6 +72,8 @@ RECIPES = {
             "aux_layer_ids": (2, 15, 27),
             "mask_token_id": 16,
             "draft_vocab": 24576,
+            "bits": 4,
+            "rounded": 0.6,
         },
         {
             "p-eagle": {"k": 11, "dependency": 64, "layers": 4},
@@ -99,6 +101,7 @@ RECIPES = {
             "draft_vocab": 32768,
             "lr": 3e-3,
             "bits": 4,
+            "rounded": 0.4,
             "sliding_window": 1024,
         },
         {

@@ -6,7 +6,7 @@
 `prepare` holds out 200 validation prompts and chooses those to train on. `run` does what is left to
 do of its stages within `--seconds` and puts what it made into OUT/files; run it again to resume.
 EAGLE-3 is trained on the same documents, and for as many steps as P-EAGLE if there is time. In the
-second half of a training the head is stored every 20 seconds, in 8 bits, until it is published.
+second half of a training the head is stored every minute, in 8 bits, until it is published.
 
 The seconds of each stage are options. In one run: the defaults. In two, for longer training:
 
@@ -59,7 +59,7 @@ DEFAULT_STAGES = "answers,p-eagle,eagle3,measure"
 MEASURE_SECONDS = 45.0  # left for the last stage
 OVERHEAD_SECONDS = 75.0  # for reading, compiling and publishing
 MIN_TRAINING_SECONDS = 20.0
-SNAPSHOT_SECONDS = 20.0
+SNAPSHOT_SECONDS = 60.0
 
 SMALL_CHANGES = {"pack_tokens": 512, "max_anchors": 128, "held_out": 3, "log_every": 1, "epochs": 1}
 
