@@ -4,11 +4,11 @@
 
 The target answers the tasks of each set (DATA has the sets as files), greedily and with at most 256
 tokens, and the drafter drafts at every token of the answers. From the steps that decoding with
-trees of 31 nodes would take, the first table has the share of each rank where the path so far is
-accepted and the best candidate is not the target's token (RANK_SHARES of
-peagle/engine/sampling/forced_acceptance.py). The second has acceptance lengths on these answers, of
-chains and trees, beside those of the model with the chain's profile. Its last free number, the
-concentration of confidences, is the one of a list with the least mean error.
+trees of 31 nodes would take come the shares of ranks where the path so far is accepted and the best
+candidate is not the target's token (RANK_SHARES of peagle/engine/sampling/forced_acceptance.py).
+The table has acceptance lengths on these answers, of chains and trees, beside those of the model
+with the chain's profile. The model's other constant, the concentration of confidences, is the one
+of a list with the least mean error.
 """
 
 import argparse
