@@ -16,10 +16,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.moe_figure import profile_options
 
 BOTH = ["--methods", "none,p-eagle", "-k", "auto", "--concurrency", "1,8,64", "--repeats", "2"]
+TREES = ["--methods", "p-eagle", "-k", "auto", "--tree", "31", "--concurrency", "1,8,64"]
+TREES += ["--repeats", "2"]
 
 SHORT = ["--methods", "none,p-eagle", "-k", "5", "--concurrency", "1,8", "--repeats", "1"]
 SHORT += ["--output", "128"]
@@ -44,6 +47,8 @@ MEASUREMENTS = [
     Measurement("qwen3-30b-a3b", 300, ["qwen3-30b-a3b", *BOTH]),
     Measurement("gpt-oss-20b-mxfp4", 240, ["gpt-oss-20b", "--experts", "mxfp4", *BOTH]),
     Measurement("gpt-oss-120b-mxfp4", 300, ["gpt-oss-120b", "--experts", "mxfp4", *SHORT]),
+    Measurement("gpt-oss-20b-trees", 150, ["gpt-oss-20b", *TREES]),
+    Measurement("qwen3-30b-a3b-trees", 150, ["qwen3-30b-a3b", *TREES]),
     headline("headline-ends", "1,8,64"),
     headline("headline-between", "2,4,16,32"),
 ]
@@ -70,14 +75,19 @@ def run(measurement: Measurement, folder: Path, seconds: float) -> None:
             state = "stopped"
     print(f"{measurement.name}: {state} after {time.monotonic() - start:.0f} s", flush=True)
     for cell in json.loads(out.read_text())["cells"] if out.exists() else []:
-        words = (cell["method"], f"K={cell['k']}", f"c={cell['concurrency']}")
-        share = cell["floor_ms"] / cell["step_ms"]
-        experts = cell["experts_touched"]
-        print(
-            f"  {' '.join(words)}: {cell['tokens_per_second']:,.0f} tokens/s,"
-            f" {cell['step_ms']:.2f} ms, floor {share:.0%}, experts {experts} / {cell['experts']}",
-            flush=True,
-        )
+        print(f"  {cell_line(cell)}", flush=True)
+
+
+def cell_line(cell: dict[str, Any]) -> str:
+    """p-eagle K=auto tree=31 c=8: 1,000 tokens/s, ..."""
+    tree = f" tree={cell['tree']}" if cell["tree"] else ""
+    share = cell["floor_ms"] / cell["step_ms"]
+    return (
+        f"{cell['method']} K={cell['k']}{tree} c={cell['concurrency']}:"
+        f" {cell['tokens_per_second']:,.0f} tokens/s, AL {cell['acceptance_length']:.2f},"
+        f" {cell['step_ms']:.2f} ms, floor {share:.0%},"
+        f" experts {cell['experts_touched']} / {cell['experts']}"
+    )
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ class StepCell:
     shape: str
     method: Method
     k: str
+    tree: int  # nodes of the largest tree that may be drafted; 0: chains only
     concurrency: int
     tokens_per_second: float
     acceptance_length: float
@@ -88,13 +89,18 @@ def measure_random(
     repeats: int = 3,
     bandwidth: float = H200_BYTES_PER_SECOND,
     int8: bool = False,
+    tree: int = 0,
 ) -> StepCell:
-    """Random prompts, with drafts accepted by the profile. The best of `repeats` runs counts."""
+    """Random prompts, with drafts accepted by the profile. The best of `repeats` runs counts.
+
+    The profile is that of chains; what trees accept follows from it
+    (engine/sampling/forced_acceptance.py).
+    """
     rng = random.Random(0)
     prompts = [
         [rng.randrange(pair.target.vocab_size) for _ in range(prompt)] for _ in range(concurrency)
     ]
-    engine = build_engine(pair, method, k, concurrency, prompt + output, int8, tree=0)
+    engine = build_engine(pair, method, k, concurrency, prompt + output, int8, tree)
     engine.force_acceptance(conditional_probabilities(profile))
     engine.warm_up()
     return time_engine(engine, k, StepLoad(prompts, output, True, repeats, bandwidth))
@@ -110,10 +116,11 @@ def measure_prompts(
     repeats: int = 1,
     bandwidth: float = H200_BYTES_PER_SECOND,
     int8: bool = False,
+    tree: int | None = None,
 ) -> StepCell:
     """Real prompts and a real drafter. A waiting request starts as soon as another has ended."""
     length = max(map(len, prompts)) + output
-    engine = build_engine(pair, method, k, concurrency, length, int8)
+    engine = build_engine(pair, method, k, concurrency, length, int8, tree)
     engine.warm_up()
     return time_engine(engine, k, StepLoad(prompts, output, False, repeats, bandwidth))
 
@@ -194,6 +201,7 @@ def split_step(
         shape=engine.pair.pair.name,
         method=engine.method,
         k=str(k),
+        tree=0 if engine.max_shape.is_chain else engine.max_shape.nodes,
         concurrency=engine.max_batch,
         tokens_per_second=tokens_per_second,
         acceptance_length=metrics.acceptance_length,

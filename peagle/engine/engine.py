@@ -379,7 +379,10 @@ class Engine:
         return expert_load(self._stepper, batch, shape)
 
     def force_acceptance(self, probabilities: list[float]) -> None:
-        """For measurements: draft i is accepted with this probability, given the ones before."""
+        """For measurements: accept draft i of a chain with this probability, given those before.
+
+        Trees accept more (engine/sampling/forced_acceptance.py). Call it before `warm_up`.
+        """
         self._stepper.force_acceptance(probabilities)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""`peagle bench-step`: random weights, drafts accepted as the profile says, chains only."""
+"""`peagle bench-step`: random weights, drafts accepted as the profile says."""
 
 import json
 from pathlib import Path
@@ -164,6 +164,53 @@ def test_a_profile_may_repeat_a_value() -> None:
     assert result.exit_code == 0, result.output
     [cell] = json.loads(result.output[result.output.index("[{") :])
     assert cell["acceptance_length"] == pytest.approx(4, rel=0.05)
+
+
+def test_trees_accept_more_than_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only P-EAGLE has them; the table names their size."""
+    monkeypatch.setattr(out, "_width", 200)
+    arguments = [*ARGUMENTS, "--methods", "none,p-eagle", "-k", "7", "--concurrency", "8"]
+    arguments += ["--tree", "0,31", "--repeats", "1", "--output", "64"]
+    short = ["--methods", "p-eagle", "-k", "7", "--tree", "15", "--concurrency", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    cells = json.loads(result.output[result.output.index("[{") :])
+    assert [(cell["method"], cell["tree"]) for cell in cells] == [
+        ("none", 0),
+        ("p-eagle", 0),
+        ("p-eagle", 31),
+    ]
+    _, chain, tree = (cell["acceptance_length"] for cell in cells)
+    assert chain == pytest.approx(1 + sum(PROFILE), rel=0.2) and tree > chain + 0.4
+    result = CliRunner().invoke(app, [*ARGUMENTS, *short])
+    assert result.exit_code == 0 and "trees of 15, 2 at a time" in result.output
+    [header] = [line for line in result.output.splitlines() if "tokens/s" in line]
+    assert header.replace("┃", " ").split()[:4] == ["method", "K", "tree", "c"]
+
+
+def test_adaptive_drafting_with_trees_is_measured() -> None:
+    """It chooses among chains and trees, each with its own acceptance."""
+    arguments = [*ARGUMENTS, "--methods", "p-eagle", "-k", "auto", "--concurrency", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--tree", "15", "--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    [cell] = json.loads(result.output[result.output.index("[{") :])
+    assert cell["tree"] == 15 and set(cell["k_steps"]) <= {*map(str, (0, 1, 2, 3, 5, 7, 15))}
+    assert cell["acceptance_length"] > 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--tree", "many"], "--tree 32"),
+        (["--tree", "-3"], "--tree 32"),
+        (["--tree", "99"], "at most 62 nodes"),
+        (["--tree", "15", "-k", "20"], "more nodes than K"),
+        (["--tree", "15", "--methods", "none,eagle3"], "--methods"),
+    ],
+)
+def test_trees_that_are_none(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, [*ARGUMENTS, *options])
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
 
 
 def test_an_interrupted_run_keeps_its_cells(

@@ -8,10 +8,11 @@ import typer
 from rich.table import Table
 
 from peagle.cli.application import app, err, out
-from peagle.cli.measurement.lists import parse_counts, parse_ks, parse_sequence
+from peagle.cli.measurement.lists import parse_counts, parse_ks, parse_sequence, parse_trees
 from peagle.cli.measurement.options import DataFolder, OutFile
 from peagle.cli.options import Device, Dtype, Int8, Json
 from peagle.core import parse_method
+from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError
 from peagle.paths import write_json
 
@@ -49,6 +50,14 @@ Methods = Annotated[str, typer.Option("--methods", help="none, eagle3, p-eagle."
 DraftLengths = Annotated[
     str, typer.Option("-k", "--k", help="Numbers, or auto: adaptive drafting.")
 ]
+TreeSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--tree",
+        help="Nodes of P-EAGLE's trees: 31, or 0,15,31 (0: chains). With -k auto: the maximum.",
+        show_default="0; with --set as in serving",
+    ),
+]
 Concurrency = Annotated[str, typer.Option("--concurrency", help="Requests at a time.")]
 PromptTokens = Annotated[int, typer.Option("--prompt", help="Tokens of a random prompt.")]
 OutputTokens = Annotated[int, typer.Option("--output", help="Tokens of an answer.")]
@@ -56,7 +65,8 @@ AcceptanceProfiles = Annotated[
     list[str],
     typer.Option(
         "--profile",
-        help="The share of drafts accepted at each position; of one method: p-eagle=.8,.6,.4.",
+        help="The share of a chain's drafts accepted at each position, from which that of trees"
+        " follows; of one method: p-eagle=.8,.6,.4.",
     ),
 ]
 Repeats = Annotated[int, typer.Option("--repeats", help="Runs; the best one counts.")]
@@ -75,6 +85,7 @@ def bench_step(
     experts: Experts = None,
     methods: Methods = "none,eagle3,p-eagle",
     k: DraftLengths = "auto",
+    tree: TreeSizes = None,
     concurrency: Concurrency = "1,8,64",
     prompt: PromptTokens = 128,
     output: OutputTokens = 256,
@@ -93,11 +104,13 @@ def bench_step(
     """Measure what a step costs: with random weights and a given acceptance, or with a real pair.
 
     c: requests at a time; AL: acceptance length; ms: of a step, and of its parts; floor: the share
-    of a step that reading every weight once would take, of experts those that a pass touches.
+    of a step that reading every weight once would take, of experts those that a pass touches. Trees
+    accept what a trained drafter with this profile would (docs/moe.md).
     """
     shape = chosen_shape(shape, config)
     names = [parse_method(name) for name in methods.split(",")]
     ks = parse_ks(k)
+    trees = parse_tree_sizes(tree, names, ks)
     counts = parse_counts(concurrency)
     measurement = StepMeasurement(
         parse_profiles(profile),
@@ -109,12 +122,12 @@ def bench_step(
     )
     pair, prompts = load_pair(shape, set_name, data, limit, device, dtype, experts)
     cells = []
-    for count, method in product(counts, names):
-        for length in ks if method != "none" else ks[:1]:
-            err.print(f"{shape}, {method}, K={length}, {count} at a time ...", highlight=False)
-            cells.append(measurement.run(pair, method, length, count, prompts))
-            if out_file is not None:  # After each cell, so that an interrupted run loses nothing.
-                write_json(out_file, {"cells": [cell.to_json() for cell in cells]})
+    for count, (method, length, nodes) in product(counts, draft_forms(names, ks, trees)):
+        form = f"{method}, K={length}" + f", trees of {nodes}" * bool(nodes)
+        err.print(f"{shape}, {form}, {count} at a time ...", highlight=False)
+        cells.append(measurement.run(pair, method, length, count, prompts, nodes))
+        if out_file is not None:  # After each cell, so that an interrupted run loses nothing.
+            write_json(out_file, {"cells": [cell.to_json() for cell in cells]})
     show_cells(cells, as_json)
 
 
@@ -136,21 +149,47 @@ class StepMeasurement:
         k: int | str,
         concurrency: int,
         prompts: list[list[int]],
+        tree: int | None,
     ) -> "StepCell":
-        """Real prompts where there are some, else random ones."""
+        """Real prompts where there are some, else random ones, with chains unless `tree`."""
         from peagle.bench.step_cost import measure_prompts, measure_random
 
         common = (self.output, self.repeats, self.bytes_per_second, self.int8)
         if prompts:
-            return measure_prompts(pair, method, k, concurrency, prompts, *common)
+            return measure_prompts(pair, method, k, concurrency, prompts, *common, tree)
         profile = self.profiles.get(method, self.profiles[ANY_METHOD])
-        return measure_random(pair, method, k, concurrency, profile, self.prompt, *common)
+        load = (profile, self.prompt, *common, tree or 0)
+        return measure_random(pair, method, k, concurrency, *load)
 
 
 def chosen_shape(shape: str | None, config: Path | None) -> str:
     if (shape is None) == (config is None):
         raise UserError("give a shape or --config FILE, and not both")
     return str(config) if shape is None else shape
+
+
+def parse_tree_sizes(
+    text: str | None, methods: "list[Method]", ks: tuple[int | str, ...]
+) -> tuple[int | None, ...]:
+    """As in `peagle bench`; None: no size was given."""
+    if text is None:
+        return (None,)
+    trees = parse_trees(text)
+    if any(trees) and "p-eagle" not in methods:
+        raise UserError("--tree needs a p-eagle drafter: add p-eagle to --methods")
+    return tuple(check_tree_nodes(nodes, ks) for nodes in trees)
+
+
+def draft_forms(
+    methods: "list[Method]", ks: tuple[int | str, ...], trees: tuple[int | None, ...]
+) -> "list[tuple[Method, int | str, int | None]]":
+    """Method, K and nodes of every cell. `none` has one, and only P-EAGLE drafts trees."""
+    forms: list[tuple[Method, int | str, int | None]] = []
+    for method in methods:
+        own_ks = ks if method != "none" else ks[:1]
+        own_trees = trees if method == "p-eagle" else (None,)
+        forms += [(method, k, nodes) for nodes in own_trees for k in own_ks]
+    return forms
 
 
 def parse_profiles(words: list[str]) -> dict[str, tuple[float, ...]]:
@@ -201,13 +240,15 @@ def show_cells(cells: list["StepCell"], as_json: bool) -> None:
 def cell_table(cells: list["StepCell"]) -> Table:
     columns = ["tokens/s", "AL", "ms", "target", "drafter", "rest", "floor", "K mostly"]
     mixture = any(cell.experts is not None for cell in cells)
-    table = Table("method", "K", "c", *columns, *["experts"] * mixture)
+    trees = any(cell.tree for cell in cells)
+    table = Table("method", "K", *["tree"] * trees, "c", *columns, *["experts"] * mixture)
     for cell in cells:
         parts = (cell.target_ms, cell.drafter_ms, cell.rest_ms)
         usual_k = max(cell.k_steps, key=lambda k: cell.k_steps[k])
         table.add_row(
             cell.method,
             cell.k if cell.method != "none" else "-",
+            *[str(cell.tree or "-")] * trees,
             str(cell.concurrency),
             f"{cell.tokens_per_second:,.0f}",
             f"{cell.acceptance_length:.2f}",

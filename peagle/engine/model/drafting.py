@@ -84,6 +84,9 @@ class DraftRunner:
             self.confidence_branching = Branching(drafter, make_product, (1.0,))
         # A chain is then the argmax of each row, and needs no candidates.
         self.independent_drafts = drafter.dependency is None and not self.has_confidence
+        # Measurements replace the log-probabilities of a tree's candidates
+        # (engine/sampling/forced_acceptance.py): [B, K, M], slots [B] -> [B, K, 1, M].
+        self.forced_draw: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def with_drafter(self, drafter: Drafter) -> "DraftRunner":
         """The same runner for another version of the drafter."""
@@ -202,6 +205,8 @@ class DraftRunner:
             return None
         ids, logp = self.branching(normed, self.lm_head(normed), k)
         nodes = 0 if shape.is_chain else shape.nodes
+        if nodes and self.forced_draw is not None:
+            logp = self.forced_draw(self.drafter.target_token_ids(ids), slots)
         build_tree(logp, ids, self.drafter.target_ids, nodes, slots, trees)
         if not self.has_confidence:
             return None

@@ -28,6 +28,7 @@ from peagle.engine.model.verifier import Passes, build_verifier
 from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.engine.ngram.policy import DEFAULT_MIN_MATCH
 from peagle.engine.sampling.batch_sampling import BatchSampling
+from peagle.engine.sampling.forced_acceptance import ForcedAcceptance
 from peagle.engine.sampling.sampler import greedy_tokens, logprobs
 from peagle.engine.schedule.request import Request
 from peagle.engine.step.batch_sizes import batch_bucket, graph_keys, padded_batch
@@ -35,7 +36,7 @@ from peagle.engine.step.graphs import Graphs
 from peagle.engine.step.prefill import PrefillRunner
 from peagle.engine.step.step_output import AcceptOutput, StepOutput
 from peagle.engine.step.stepper_size import StepperSize, kv_shapes
-from peagle.engine.step.verify_output import VerifyOutput, force_tokens, path_logits
+from peagle.engine.step.verify_output import VerifyOutput, path_logits
 from peagle.errors import UserError
 from peagle.kernels.slot_state import SlotBatch
 from peagle.kernels.triton.accept import accept
@@ -91,7 +92,7 @@ class Stepper:
             self.verifier, self.drafter, self.slots, self.kv_cache, self.graphs, weights
         )
         target.release_pages()
-        self._forced_acceptance: Tensor | None = None
+        self._forced_acceptance: ForcedAcceptance | None = None
         # By batch size: the slots of the last step, and the device tensor that graphs read.
         self._slot_indices: dict[int, tuple[list[int], Tensor]] = {}
 
@@ -273,7 +274,7 @@ class Stepper:
     ) -> AcceptOutput:
         """Accept drafts, advance the slots, and write the next drafts to them."""
         if self._forced_acceptance is not None:
-            force_tokens(verified, self._forced_acceptance)
+            self._forced_acceptance.apply(verified.tokens, verified.ids, verify_shape, index)
         first = verified.rows.first_positions
         page_tables = verified.rows.page_tables
         path = self._accept(index, verified, verify_shape, draft_counts)
@@ -342,13 +343,11 @@ class Stepper:
         return index
 
     def force_acceptance(self, probabilities: list[float]) -> None:
-        """For measurements of chains: accept draft i with this probability, given those before it.
-
-        Drafts beyond the last probability are never accepted.
-        """
-        max_k = self.slots.trees.chain.shape[1]
-        padded = [*probabilities, *[0.0] * max_k][:max_k]
-        self._forced_acceptance = torch.tensor(padded, device=self.slots.device)
+        """For measurements: see ForcedAcceptance; `probabilities` are those of a chain."""
+        forced = ForcedAcceptance(probabilities, self.slots.trees, self.target.vocab_size)
+        self._forced_acceptance = forced
+        if self.drafter is not None:
+            self.drafter.forced_draw = forced.draw
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from peagle.kernels.row_pass import RowPass
@@ -26,12 +25,3 @@ def path_logits(logits: Tensor, path_rows: Tensor | None) -> Tensor:
     if path_rows is None:
         return logits
     return logits.flatten(0, 1)[path_rows].unflatten(0, (len(logits), -1))
-
-
-def force_tokens(verified: VerifyOutput, probabilities: Tensor) -> None:
-    """Overwrite the target's tokens so that draft i of a chain is accepted with probability i."""
-    assert verified.rows.tree_masks is None, "acceptance can be forced for chains only"
-    drafts = verified.ids[:, 1:]
-    accept = torch.rand(drafts.shape, device=drafts.device) < probabilities[: drafts.shape[1]]
-    other_tokens = (drafts + 1) % verified.logits.shape[-1]
-    verified.tokens[:, :-1] = torch.where(accept, drafts, other_tokens)

@@ -48,14 +48,20 @@ def tree_matches(
     """normed [A, k, d], expected [A, k] -> [A]: the number of accepted nodes of each tree."""
     rows = normed.flatten(0, 1).to(drafter.lm_head.dtype)
     ids, log_probs = branching(rows, drafter.logits(rows), shape.k)
+    return candidate_matches(drafter.target_token_ids(ids), log_probs, expected, shape)
+
+
+def candidate_matches(
+    tokens: Tensor, log_probs: Tensor, expected: Tensor, shape: DraftShape
+) -> Tensor:
+    """The same of trees from candidates: tokens [A, k, M], log_probs [A, k, 1 or M, M]."""
     tree = tree_topology(log_probs, shape.nodes)
-    batch = torch.arange(len(normed), device=normed.device)[:, None]
+    batch = torch.arange(len(tokens), device=tokens.device)[:, None]
     depth = tree.depths.long() - 1
-    node_ids = drafter.target_token_ids(ids[batch, depth, tree.candidates])
-    matches = node_ids == expected.gather(1, depth)
+    matches = tokens[batch, depth, tree.candidates] == expected.gather(1, depth)
     # Bit 0 is the root, bit i is node i. A node is accepted if its path of ancestors, itself
     # included, consists of matching nodes.
-    bits = torch.arange(1, shape.nodes + 1, device=normed.device)
+    bits = torch.arange(1, shape.nodes + 1, device=tokens.device)
     matching = 1 + (matches.long() << bits).sum(1)
     return (tree.masks & ~matching[:, None] == 0).sum(1) - 1
 
