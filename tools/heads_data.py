@@ -70,6 +70,7 @@ class Job:
     recipe: Recipe
     rungs: tuple[str, ...] = ()
     rung_seconds: float = 60.0  # of each rung's training
+    temperature: float = 0.7  # of short answers
 
     @property
     def left(self) -> float:
@@ -104,13 +105,19 @@ def prepare(prompts: Path, out: Path) -> None:
 
 
 def write_answers(job: Job, target: Target) -> None:
-    """Three folders of answers: sampled, greedy to invented prompts, long conversations."""
+    """Three folders of answers: to short prompts, greedy to invented ones, long conversations."""
     size = job.size
     file = job.prompts / PROMPTS_FILE
-    sampled = RegenerateSettings(
-        size.max_tokens, size.max_prompt, (0.7,), seed=11, keep_truncated=True, prompts=file.name
+    temperatures = (job.temperature,)
+    short = RegenerateSettings(
+        size.max_tokens,
+        size.max_prompt,
+        temperatures,
+        seed=11,
+        keep_truncated=True,
+        prompts=file.name,
     )
-    greedy = replace(sampled, temperatures=(0.0,), seed=12)
+    greedy = replace(short, temperatures=(0.0,), seed=12)
     long = replace(
         greedy,
         max_tokens=size.long_answer,
@@ -118,7 +125,7 @@ def write_answers(job: Job, target: Target) -> None:
         long=size.long,
     )
     if job.answer_seconds["short"]:
-        _answer(job, target, read_prompts(file, (0.7,), size.prompts), "short", sampled)
+        _answer(job, target, read_prompts(file, temperatures, size.prompts), "short", short)
     if job.answer_seconds["invented"]:
         path = invent(target, size.invented, job.out / "invented", greedy.seed)
         _answer(job, target, read_prompts(path, prefix="invented:"), "invented", greedy)

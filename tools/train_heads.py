@@ -270,6 +270,7 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
         RECIPES[options.pair],
         rungs,
         options.rung_seconds,
+        options.temperature,
     )
 
 
@@ -288,6 +289,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     running.add_argument(
         "--answers", default="70,22,34", help="seconds for short, invented and long answers"
     )
+    running.add_argument("--temperature", type=float, default=0.7, help="of short answers")
     running.add_argument("--p-eagle", type=float, default=85.0, help="seconds of its training")
     running.add_argument("--pair", default=DEFAULT_PAIR, help=", ".join(RECIPES))
     running.add_argument("--stages", default=DEFAULT_STAGES, help=", ".join(STAGES))
