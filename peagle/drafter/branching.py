@@ -23,7 +23,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def plain_product(weight: Tensor) -> Product:
-    return lambda x: linear(x, weight)
+    return lambda x: linear(x, weight.to(x.dtype))
 
 
 def dependency_tables(drafter: Drafter, dependency: Dependency) -> tuple[Tensor, Tensor]:

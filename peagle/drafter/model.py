@@ -91,6 +91,11 @@ class Drafter(nn.Module):
     def head_table(self) -> Table:
         return self.lm_head if self.stored_head is None else self.stored_head
 
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """The dtype of the rows that `logits` multiplies with the head."""
+        return self.lm_head.dtype if self.stored_head is None else self.dtype
+
     @staticmethod
     def make_rope(config: DrafterConfig, context: int | None = None) -> LlamaRotaryEmbedding:
         context = context or config.max_position_embeddings

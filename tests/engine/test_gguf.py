@@ -209,6 +209,24 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "there is no file" in missing.output
 
 
+@pytest.mark.parametrize("tree", ["0", "6"])
+def test_acceptance_without_decoding(tmp_path: Path, tree: str) -> None:
+    """`evaluate --jump` reads the stored output matrix, of which the drafter has no float copy."""
+    tokenizer = byte_level_tokenizer()
+    file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1", tokenizer=tokenizer).write()
+    target = load_target(file, torch.float32, "cpu", stored=True)
+    drafter = make_drafter(target, "p-eagle", 2, aux=AUX, dependency=8)
+    compact.save(drafter, tmp_path / "drafter", target)
+    task = {"id": "a", "turns": ["the quick fox"]}
+    (tmp_path / "set.jsonl").write_text(json.dumps(task) + "\n")
+    words = ["evaluate", str(file), "--drafter", str(tmp_path / "drafter"), "--dtype", "float32"]
+    words += ["--set", str(tmp_path / "set.jsonl"), "-k", "3", "--tree", tree, "--max-tokens", "12"]
+    results = [CliRunner().invoke(app, [*words, "--json", *more]) for more in ([], ["--jump"])]
+    assert [result.exit_code for result in results] == [0, 0], results[1].exception
+    decoded, jumped = (json.loads(result.stdout)["results"][0] for result in results)
+    assert jumped["drafts"] == decoded["drafts"] > 0
+
+
 def test_an_export_does_not_tell_vllm_to_serve_a_gguf_file(tmp_path: Path) -> None:
     file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1", tokenizer=byte_level_tokenizer()).write()
     target = load_target(file, torch.float32, "cpu")

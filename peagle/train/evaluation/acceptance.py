@@ -172,14 +172,14 @@ class DraftReplay:
         if drafter.refinement is None:
             return normed
         size = max(1, self.logit_rows // normed.shape[1])
-        parts = zip(normed.to(drafter.lm_head.dtype).split(size), newest.split(size), strict=True)
+        parts = zip(normed.to(drafter.head_dtype).split(size), newest.split(size), strict=True)
         return torch.cat([drafter.refine(*part) for part in parts])
 
     def _best_tokens(self, normed: Tensor) -> Tensor:
         """normed [A, n, d] -> drafts [A, n], in parts, because [rows, vocabulary] is large."""
         drafter = self.passes.drafter
         anchors_per_part = max(1, self.logit_rows // normed.shape[1])
-        parts = normed.to(drafter.lm_head.dtype).split(anchors_per_part)
+        parts = normed.to(drafter.head_dtype).split(anchors_per_part)
         return torch.cat([drafter.drafts(part) for part in parts])
 
     def _tree_matches(

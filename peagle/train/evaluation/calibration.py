@@ -149,11 +149,11 @@ def accepted_rows(
 
 def corrected_logits(drafter: Drafter, rows: DepthRows, depth: int) -> Tensor:
     """[n, draft vocabulary]; the logits of the candidates are corrected by the token before."""
-    logits = drafter.logits(rows.normed.to(drafter.lm_head.dtype)).float()
+    logits = drafter.logits(rows.normed.to(drafter.head_dtype)).float()
     if drafter.dependency is None or depth == 0:
         return logits
     ids = logits.topk(min(CANDIDATES_PER_DEPTH, logits.shape[1])).indices
-    corrected = drafter.logits(apply_dependency(drafter, rows).to(drafter.lm_head.dtype)).float()
+    corrected = drafter.logits(apply_dependency(drafter, rows).to(drafter.head_dtype)).float()
     return logits.scatter(1, ids, corrected.gather(1, ids))
 
 

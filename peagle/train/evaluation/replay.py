@@ -46,7 +46,7 @@ def tree_matches(
     drafter: Drafter, branching: Branching, normed: Tensor, expected: Tensor, shape: DraftShape
 ) -> Tensor:
     """normed [A, k, d], expected [A, k] -> [A]: the number of accepted nodes of each tree."""
-    rows = normed.flatten(0, 1).to(drafter.lm_head.dtype)
+    rows = normed.flatten(0, 1).to(drafter.head_dtype)
     ids, log_probs = branching(rows, drafter.logits(rows), shape.k)
     return candidate_matches(drafter.target_token_ids(ids), log_probs, expected, shape)
 
