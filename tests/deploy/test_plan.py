@@ -69,7 +69,7 @@ def test_k(pair: str, options: dict[str, Any], k: int) -> None:
         ("qwen3-coder-30b", {"vllm": "0.15.0"}, "needs vLLM 0.16 or later"),
         ("gpt-oss-20b", {"vllm": "latest"}, "is not a version"),
         ("gpt-oss-20b", {"vllm": "0.27"}, "does not name an image"),
-        ("qwen2.5-coder-0.5b", {}, "no trained drafter yet: give one with `drafter`"),
+        ("qwen2.5-coder-1.5b", {}, "no trained drafter yet: give one with `drafter`"),
         ("gpt-oss-20b", {"drafter": "nowhere"}, "neither a folder nor a hub id"),
         ("gpt-os-20b", {}, "Did you mean 'gpt-oss-20b'"),
         ("gpt-oss-20b", {"name": "vllm"}, "must not be or begin with vllm"),

@@ -475,7 +475,7 @@ def test_the_dry_run_needs_no_connection(
         (["gpt-oss-20b", "-k", "11"], "depth 10"),
         (["gpt-oss-20b", "--image", "1.dkr.ecr/vllm:0.17.0-gpu"], "vLLM 0.18"),
         (["smollm2-135m", "--from-hub"], "omit --from-hub"),
-        (["qwen2.5-coder-0.5b"], "no trained drafter"),
+        (["qwen2.5-coder-1.5b"], "no trained drafter"),
         (["gpt-oss-20b", "--env", "HF_TOKEN"], "NAME=VALUE.*--secret NAME"),
         (["gpt-oss-20b", "--secret", "NOT_EXPORTED"], "NOT_EXPORTED: the environment has no"),
         (["gpt-oss-20b", "--secret", "A=visible"], "--secret A: .* use NAME or NAME=@FILE"),
