@@ -97,7 +97,7 @@ def used_token(target: Target, token_id: int) -> str | None:
     if tokenizer is None:
         return None
     text = tokenizer.convert_ids_to_tokens(token_id)
-    if text is None:
+    if text is None or text == f"[PAD{token_id}]":  # GGUF files name rows without a token so.
         return None
     special = token_id in tokenizer.all_special_ids or token_id in tokenizer.added_tokens_decoder
     if not special:

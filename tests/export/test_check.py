@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from peagle.export.check import check
+from peagle.export.check import check, used_token
 from peagle.export.export import export
 from peagle.target import Target
 from tests.support.checkpoints import VERIFIER, aws_layout
@@ -103,11 +104,23 @@ def test_absent_aux_ids_are_pointed_out(target: Target, tmp_path: Path) -> None:
 
 
 def test_an_ordinary_token_is_no_mask(real) -> None:
-    from peagle.export.check import used_token
-
     assert "ordinary" in (used_token(real.target, 5000) or "")
     assert "chat template" in (used_token(real.target, 1) or "")
     assert used_token(real.target, 16) is None
+
+
+def test_rows_without_a_token_may_be_masks() -> None:
+    """GGUF files name them [PADn]; text that only looks so is a token."""
+    names = {5: "[PAD5]", 6: "[PAD5]"}
+    tokenizer = SimpleNamespace(
+        convert_ids_to_tokens=names.get,
+        all_special_ids=[],
+        added_tokens_decoder={},
+        chat_template=None,
+    )
+    target: Any = SimpleNamespace(stop_ids=set(), tokenizer=tokenizer)
+    assert used_token(target, 5) is None
+    assert "ordinary" in (used_token(target, 6) or "")
 
 
 def test_without_a_target_a_small_context_is_doubted(tmp_path: Path) -> None:
