@@ -9,7 +9,7 @@ import pytest
 
 from peagle.core import Method, Step
 from peagle.drafter.formats import checkpoint
-from peagle.drafter.formats.row_format import INT4, INT8
+from peagle.drafter.formats.row_format import INT4
 from peagle.regenerate.job import VALIDATION_FILE
 from peagle.regenerate.prompts import read_prompts
 from peagle.train.data.documents import Document, join_documents
@@ -211,7 +211,7 @@ def test_sizes_of_recipes(method: Method) -> None:
     """The computed size is that of the shipped head, whose draft vocabulary costs one bitmap."""
     config = RECIPES[DEFAULT_PAIR].config(method)
     shipped = RECIPES[DEFAULT_PAIR].shipped / method / "model.safetensors"
-    assert abs(stored_bytes(config, INT8) - shipped.stat().st_size) < 1024
+    assert abs(stored_bytes(config, INT4) - shipped.stat().st_size) < 1024
 
 
 def test_all_heads_fit() -> None:
