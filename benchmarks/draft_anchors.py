@@ -89,7 +89,7 @@ def main() -> None:
         anchors, drafts = replay.draft(packed, K)
         counts += count_starts(packed, anchors, drafts)
         for group in replay.anchor_drafts(packed, K):
-            rows = group.normed[::8].flatten(0, 1).to(drafter.lm_head.dtype)
+            rows = group.normed[::8].flatten(0, 1).to(drafter.head_dtype)
             _, logp = branching(rows, drafter.logits(rows), K)
             for nodes in NODES:
                 lowest[nodes].append(least_likely(logp, nodes).cpu())

@@ -104,7 +104,7 @@ def measure_pack(
         expected = expected.to(group.normed.device)
         parts = (group.normed.split(ANCHORS_AT_ONCE), expected.split(ANCHORS_AT_ONCE))
         for normed, known in zip(*parts, strict=True):
-            rows = normed.flatten(0, 1).to(drafter.lm_head.dtype)
+            rows = normed.flatten(0, 1).to(drafter.head_dtype)
             ids, logp = branching(rows, drafter.logits(rows), K)
             candidates = (drafter.target_token_ids(ids), logp, known)
             ranks.append(token_ranks(*candidates).cpu().numpy())

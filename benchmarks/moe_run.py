@@ -21,7 +21,7 @@ from typing import Any
 from tools.moe_figure import profile_options
 
 BOTH = ["--methods", "none,p-eagle", "-k", "auto", "--concurrency", "1,8,64", "--repeats", "2"]
-TREES = ["--methods", "p-eagle", "-k", "auto", "--tree", "31", "--concurrency", "1,8,64"]
+TREES = ["--methods", "p-eagle", "-k", "auto", "--tree", "0,31", "--concurrency", "1,8,64"]
 TREES += ["--repeats", "2"]
 
 SHORT = ["--methods", "none,p-eagle", "-k", "5", "--concurrency", "1,8", "--repeats", "1"]

@@ -15,6 +15,7 @@ from peagle.drafter import Drafter
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.formats import int4, int8
 from peagle.drafter.formats.row_format import INT4, INT8, RowFormat
+from peagle.train.config import TrainConfig
 
 SHIPPED = Path(__file__).resolve().parent.parent / "peagle" / "drafters"
 
@@ -90,8 +91,9 @@ RECIPES = {
         },
         SHIPPED / "smollm2-135m",
     ),
-    # No head is shipped, so training starts from the target's blocks, with a higher learning rate.
-    # The heads must fit beside those of SmolLM2 in 28 MB: 4 bits and a narrower MLP.
+    # With this learning rate, training starts from the target's blocks (`--set init=target`); to
+    # continue the shipped P-EAGLE head, use a lower one. The heads must fit beside those of SmolLM2
+    # in 28 MB: 4 bits and a narrower MLP.
     "qwen2.5-coder-0.5b": Recipe(
         COMMON
         | {
@@ -137,6 +139,11 @@ RUNGS: dict[str, dict[str, Any]] = {
     "depth-weight": {"depth_weight": 0.8},
     "all": {"on_policy": 0.8, "convolution": True, "depth_weight": 0.8},
 }
+
+
+def stored_format(config: TrainConfig) -> RowFormat:
+    """The rows of a head while it is not published."""
+    return INT4 if config.bits == 4 else INT8
 
 
 def stored_bytes(config: DrafterConfig, rows: RowFormat) -> int:

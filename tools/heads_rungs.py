@@ -18,7 +18,6 @@ import torch
 from benchmarks.drafter_bits import mean_length, standard_error
 from peagle.data.records import ignore
 from peagle.drafter.formats import checkpoint, compact
-from peagle.drafter.formats.row_format import INT8
 from peagle.paths import write_json
 from peagle.train.config import TrainConfig
 from peagle.train.data.documents import Documents
@@ -26,7 +25,7 @@ from peagle.train.run import TrainRun
 from peagle.train.trainer import NonFiniteLoss, Progress
 from tools.heads_data import Job, stage
 from tools.heads_measure import TREE, K, answer_counts, new_replay, some_answers
-from tools.heads_recipes import RUNGS
+from tools.heads_recipes import RUNGS, stored_format
 
 # Seconds beside training: compiling and the first step, storing and measuring the head.
 RUNG_OVERHEAD_SECONDS = 45.0
@@ -86,11 +85,11 @@ def resumable(job: Job, name: str) -> bool:
 def rung_record(
     job: Job, name: str, run: TrainRun, answers: dict[str, Documents]
 ) -> dict[str, Any]:
-    """The head in 8 bits on every set of answers: chains, and trees on some of the answers."""
+    """The head as it is stored on every set of answers: chains, and trees on some of them."""
     trainer = run.trainer
     drafter = checkpoint.load(trainer.out / "drafter", run.target, torch.float32)
-    folder = trainer.out / "int8"
-    compact.save(drafter, folder, run.target, torch.bfloat16, INT8)
+    folder = trainer.out / "stored"
+    compact.save(drafter, folder, run.target, torch.bfloat16, stored_format(run.config))
     drafter = checkpoint.load(folder, run.target, torch.float32)
     replay = new_replay(drafter, trainer.features.uncached())
     record: dict[str, Any] = {

@@ -6,7 +6,7 @@
 `prepare` holds out 200 validation prompts and chooses those to train on. `run` does what is left to
 do of its stages within `--seconds` and puts what it made into OUT/files; run it again to resume.
 EAGLE-3 is trained on the same documents, and for as many steps as P-EAGLE if there is time. In the
-second half of a training the head is stored every minute, in 8 bits, until it is published.
+second half of a training the head is stored every minute, until it is published.
 
 The seconds of each stage are options. In one run: the defaults. In two, for longer training:
 
@@ -38,7 +38,6 @@ import torch
 from peagle.core import Method
 from peagle.data.records import ignore
 from peagle.drafter.formats import checkpoint, compact
-from peagle.drafter.formats.row_format import INT8
 from peagle.errors import UserError
 from peagle.evaluate.offline_acceptance import new_extractor
 from peagle.loaded import load
@@ -51,7 +50,7 @@ from peagle.train.records import StepRecord
 from peagle.train.run import TrainRun
 from tools.heads_data import SMALL, Job, Size, bench_answers, prepare, stage, write_answers
 from tools.heads_measure import K, measure_set, new_replay
-from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS
+from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS, stored_format
 from tools.heads_rungs import train_rungs
 
 STAGES = ("answers", "p-eagle", "eagle3", "measure", "rungs")
@@ -137,11 +136,11 @@ def train_head(
 
 
 def store_snapshot(job: Job, run: TrainRun) -> None:
-    """The head as it is now, in 8 bits: what is left if the job is cut off."""
+    """The head as it is now: what is left if the job is cut off."""
     trainer = run.trainer
     drafter = checkpoint.load(trainer.save_drafter(), run.target, torch.float32)
     folder = trainer.out / "snapshot"
-    compact.save(drafter, folder, run.target, torch.bfloat16, INT8)
+    compact.save(drafter, folder, run.target, torch.bfloat16, stored_format(run.config))
     pack_folder(folder, job.files / f"{run.config.method}-snapshot.tar")
 
 

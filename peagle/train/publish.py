@@ -13,7 +13,7 @@ import torch
 
 from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact
-from peagle.drafter.formats.row_format import INT4, INT8
+from peagle.drafter.formats.row_format import INT4, INT8, RowFormat
 from peagle.paths import publish_folder
 from peagle.train.card import CardRows, model_card
 from peagle.train.curves import draw_reliability
@@ -36,9 +36,8 @@ def publish(
     """Write OUT/published; `commands` are the commands of the run, for its card."""
     trainer = run.trainer
     drafter = checkpoint.load(trainer.out / "drafter", run.target, torch.float32)
-    passes = new_passes(run, drafter)
-    length = held_out_length(run, passes)
-    reliability = calibrate_drafter(run, passes)
+    length = held_out_length(run, new_passes(run, drafter))
+    reliability = None
     folder = trainer.out / "published"
     with publish_folder(folder) as staging:
         rows = run_rows(run)
@@ -46,9 +45,14 @@ def publish(
             compact.save(drafter, staging, run.target, torch.bfloat16)
             rows |= {"stored as": "bfloat16", "held-out answers": "none: nothing was measured"}
         else:
-            length, rows["stored as"] = save_rounded(
+            length, row_format, rows["stored as"] = save_rounded(
                 run, drafter, staging, length, max_rounding_loss
             )
+            # The factors are those of the stored weights.
+            stored = checkpoint.load(staging, run.target, torch.float32)
+            reliability = calibrate_drafter(run, new_passes(run, stored))
+            drafter.config = replace(drafter.config, calibration=stored.config.calibration)
+            compact.save(drafter, staging, run.target, torch.bfloat16, row_format)
         rows |= {f"acceptance length, K={run.config.eval_k}": length}
         if reliability is not None:
             rows |= reliability.card_rows()
@@ -62,10 +66,11 @@ def publish(
 
 def save_rounded(
     run: TrainRun, drafter: Drafter, folder: Path, length: float, max_loss: float
-) -> tuple[float, str]:
+) -> tuple[float, RowFormat | None, str]:
     """Store the drafter in the fewest bits, from `bits` on, that cost at most `max_loss`.
 
-    Returns the acceptance length of what is stored, and a description for the card.
+    Returns the acceptance length of what is stored, its format (None: bfloat16), and a description
+    for the card.
     """
     measured = f"held-out: bfloat16 {length:.3f}"
     for rows in (INT4, INT8) if run.config.bits == 4 else (INT8,):
@@ -75,9 +80,9 @@ def save_rounded(
         assert rounded_length is not None
         measured += f", {rows.weights} {rounded_length:.3f}"
         if rounded_length >= (1 - max_loss) * length:
-            return rounded_length, f"{rows.weights} rows ({measured})"
+            return rounded_length, rows, f"{rows.weights} rows ({measured})"
     compact.save(drafter, folder, run.target, torch.bfloat16)
-    return length, f"bfloat16 ({measured})"
+    return length, None, f"bfloat16 ({measured})"
 
 
 def held_out_length(run: TrainRun, passes: DrafterPasses) -> float | None:

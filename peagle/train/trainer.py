@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -244,7 +244,10 @@ class Trainer:
     def _rounding(self) -> AbstractContextManager[None]:
         """Rounded weights in the last part of the training, as `rounded` says."""
         start = (1 - self.config.rounded) * self.total_steps
-        if self.rounded_weights is None or self._schedule_step() < start:
+        if self.rounded_weights is None:
+            return nullcontext()
+        if self._schedule_step() < start:  # Also again, if a resumed run has more minutes.
+            self.rounded_weights.scales.clear()
             return nullcontext()
         return self.rounded_weights.in_use(self.step)
 
@@ -286,8 +289,10 @@ class Trainer:
         if not len(self.data.held_out) or not self.world.is_main or self.gradient_sync.sharded:
             return
         self.drafter.eval()
-        # Not compiled: compiling for the shapes of evaluation takes longer than evaluating.
-        steps = self.held_out_steps(DrafterPasses(self.drafter, self.passes.dtype))
+        rounded = self.rounded_weights
+        in_use = rounded.in_use(self.step) if rounded and rounded.scales else nullcontext()
+        with in_use:  # Not compiled: compiling for these shapes takes longer than evaluating.
+            steps = self.held_out_steps(DrafterPasses(self.drafter, self.passes.dtype))
         self.drafter.train()
         journal.log_evaluation(self.step, self.config.eval_k, acceptance_length(steps), steps)
 
@@ -302,11 +307,16 @@ class Trainer:
         return DraftReplay(passes, self.features.uncached(), self.config.pack_tokens, self.flex)
 
     def save(self) -> None:
+        scales = [] if self.rounded_weights is None else self.rounded_weights.scales
         state = RunState(
-            self.step, asdict(self.config), self.digest, self.seconds, self.tokens, self._clock()
+            self.step,
+            asdict(self.config),
+            self.digest,
+            self.seconds,
+            self.tokens,
+            self._clock(),
+            [x.cpu() for x in scales],
         )
-        if self.rounded_weights is not None:
-            state = replace(state, scales=[x.cpu() for x in self.rounded_weights.scales])
         save_state(self.out / "state", state, self.passes, self.optimizers, self.world)
 
     def save_drafter(self) -> Path:

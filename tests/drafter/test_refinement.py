@@ -117,7 +117,7 @@ def test_training_goes_on_with_more_passes(tmp_path: Path) -> None:
         make_run(target, some_config(data, tmp_path, init=str(tmp_path / "1")))
 
 
-@pytest.mark.parametrize("rung", ["refinement", "all"])
+@pytest.mark.parametrize("rung", [pytest.param("refinement", marks=pytest.mark.slow), "all"])
 def test_the_engine_refines(rung: str) -> None:
     """It drafts what the plain loop drafts, behind prompts and behind verified drafts."""
     one = trained("p-eagle", 48, rung)

@@ -119,7 +119,7 @@ def test_a_few_percent(cost: Cost, batch: int, profile, width: float, known: boo
     ("cost", "known"),
     [
         (gpu, True),
-        (busy, False),
+        pytest.param(busy, False, marks=pytest.mark.slow),
         pytest.param(gpu, False, marks=pytest.mark.slow),
         pytest.param(busy, True, marks=pytest.mark.slow),
     ],

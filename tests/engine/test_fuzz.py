@@ -37,6 +37,7 @@ def test_a_seed_always_gives_the_same_cases() -> None:
     assert {engine.get("tree", 0) for engine in engines} == {0, 6, 9, 15, 31}
 
 
+@pytest.mark.slow
 def test_an_error_is_found_and_the_case_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that loses the last token of a step where drafts were accepted."""
     deliver = OutputProcessor._deliver_tokens

@@ -31,6 +31,7 @@ def check(level: CpuLevel, count: int, tokens: int, int8: bool = False) -> None:
         check_in_process(level.name, count, tokens, int8)
 
 
+@pytest.mark.slow
 def test_two_requests() -> None:
     """`test_64_requests` does the same at every level."""
     check(NATIVE, 2, 4)

@@ -199,6 +199,7 @@ def record(processes, pieces):
 """
 
 
+@pytest.mark.slow
 def test_processes_compile_what_launches_find(run_script: RunScript) -> None:
     script = """
 processes = start(2)
@@ -212,6 +213,7 @@ print(json.dumps({"here": here, "launched": hits}))
     assert run_script(PROCESSES + script) == {"here": [], "launched": [True] * 3}
 
 
+@pytest.mark.slow
 def test_threads_compile_while_processes_start(run_script: RunScript) -> None:
     script = """
 processes = start(ready=False)

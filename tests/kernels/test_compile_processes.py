@@ -71,6 +71,7 @@ def test_a_replica_that_is_not_the_first_starts_none(
     assert started == []
 
 
+@pytest.mark.slow
 def test_the_working_directory_is_not_searched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_they_wait_longer_for_the_first_job(
     assert [ours.recv() for _ in range(jobs + 1)] == [True] + [False] * jobs
 
 
+@pytest.mark.slow
 def test_they_end_with_the_process_that_they_serve() -> None:
     ours, theirs = Pipe()
     descriptor = theirs.fileno()

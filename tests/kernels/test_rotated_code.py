@@ -74,7 +74,10 @@ def test_rotated_attention(server: ScriptServer, exact: bool, partial_sums: bool
     assert all(dtype == "f32" for dtype, _ in found)  # A fused sum of a softmax is in float32, too.
 
 
-@pytest.mark.parametrize("arguments", ["False, True", "True, True", "True, True, depth=4"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["False, True", "True, True", pytest.param("True, True, depth=4", marks=pytest.mark.slow)],
+)
 def test_new_keys_are_stored_before_keys_are_read(server: ScriptServer, arguments: str) -> None:
     output = server.run(f"attend({arguments})\nprint(json.dumps(instructions()))")
     names: list[str] = json.loads(output.splitlines()[-1])

@@ -135,6 +135,7 @@ def test_a_full_disk_does_not_end_the_learner(
     run_until(learner, lambda: learner.failures >= 2)
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_job_save_its_state(folder: LearnFolder) -> None:
     """The whole process, with a real job that is stopped in its first steps."""
     from tests.support.learning import learner_settings, tiny_root

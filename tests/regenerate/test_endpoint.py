@@ -115,6 +115,7 @@ def test_an_endpoint_that_refuses(
     assert ask(chat, server, some(count=3), tmp_path / "b").answered == 3
 
 
+@pytest.mark.slow
 def test_an_endpoint_is_asked_until_the_time_is_over(
     chat: Target, server: ThreadingHTTPServer, tmp_path: Path
 ) -> None:

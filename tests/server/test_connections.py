@@ -187,7 +187,7 @@ def read_all(connection: socket.socket) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11"])
+@pytest.mark.parametrize("http", ["httptools", pytest.param("h11", marks=pytest.mark.slow)])
 def test_slow_headers_on_a_socket(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if http == "h11":
         monkeypatch.setattr("peagle.server.http.header_limit.find_spec", lambda name: None)
@@ -239,7 +239,7 @@ def shrink_send_buffers(server: Server) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_clients_that_never_read_are_disconnected(stream: bool) -> None:
     """Also those whose answer is complete: closing a connection waits for unsent data."""
     front = make_backend(body_timeout=1.0)

@@ -286,6 +286,7 @@ def test_a_server_that_loads_and_a_full_queue() -> None:
         check_error(reply, 429, "rate_limit_error")
 
 
+@pytest.mark.slow
 def test_an_answer_that_fails_midway() -> None:
     backend = make_backend(timeout=4.0)  # The answer has begun by then, on a busy machine too.
     with running(backend) as (_, url), slowed(backend, 0.4):

@@ -40,7 +40,7 @@ def call_of(client: Any, method: str, tool_choice: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("tool_choice", "chosen"),
     [
-        pytest.param(NAMED, {"create_event"}, id="named"),
+        pytest.param(NAMED, {"create_event"}, id="named", marks=pytest.mark.slow),
         # The longer answer, for it chooses the tool; test_tools.py has a tiny target choose.
         pytest.param("required", {*SCHEMAS}, id="required", marks=pytest.mark.slow),
     ],

@@ -176,7 +176,7 @@ def test_metrics_are_vllms_and_some_of_the_gateway(live: Live) -> None:
     ("trouble", "stream"),
     [
         ("die", False),
-        ("dead", True),
+        pytest.param("dead", True, marks=pytest.mark.slow),
         pytest.param("die", True, marks=pytest.mark.slow),
         pytest.param("dead", False, marks=pytest.mark.slow),
     ],
@@ -234,6 +234,7 @@ def test_a_running_stream_gets_an_error_event(trouble: str, live: Live) -> None:
     assert post(url, "hello").status_code == 200 and gateway.in_flight == 0
 
 
+@pytest.mark.slow
 def test_sigkill(tmp_path: Path) -> None:
     # The backoff is long enough for the requests below, even on a busy machine.
     gateway = make_gateway(tmp_path, backoff=3.0)
@@ -265,6 +266,7 @@ def test_a_vllm_that_stays_unhealthy_is_restarted(tmp_path: Path) -> None:
         assert gateway.process.restarts == 1
 
 
+@pytest.mark.slow
 def test_a_slow_vllm_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers 500 and then nothing for a while: its answer is relayed."""
     gateway = make_gateway(tmp_path)
@@ -293,6 +295,7 @@ def test_the_unhealthy_timeout_starts_when_vllm_becomes_unhealthy(tmp_path: Path
         assert process.restarts == 0
 
 
+@pytest.mark.slow
 def test_a_restart_that_hangs_is_tried_again(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path, restart_timeout=3.0)
     with running_gateway(gateway):
@@ -378,6 +381,7 @@ def memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_too_many_requests(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path, max_batch=1, max_queue=1, timeout=4.0)
     with running_gateway(gateway) as (_, url):

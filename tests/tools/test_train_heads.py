@@ -214,6 +214,7 @@ def test_sizes_of_recipes(method: Method) -> None:
     assert abs(stored_bytes(config, INT4) - shipped.stat().st_size) < 1024
 
 
+@pytest.mark.slow
 def test_all_heads_fit() -> None:
     sizes = [stored_bytes(r.config(m), INT4) for r in RECIPES.values() for m in r.methods]
     assert len(sizes) == 4 and sum(sizes) < 28e6

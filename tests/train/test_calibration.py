@@ -140,6 +140,9 @@ def test_what_is_published_is_calibrated(
     folder, length = publish(run, ["peagle train"], max_rounding_loss=cost)
     drafter = checkpoint.load(folder, pair.target, torch.float32)
     assert len(drafter.config.calibration) == 5 and length is not None
+    replay = run.trainer.replay(DrafterPasses(drafter, run.trainer.passes.dtype))
+    factors = calibrate(replay, run.data.held_out, config.k).factors
+    assert drafter.config.calibration == factors, "those of the stored weights"
     source = checkpoint.load(tmp_path / "run" / "drafter", pair.target, torch.float32)
     assert (
         replace(drafter.config, calibration=()) == source.config and source.config.calibration == ()

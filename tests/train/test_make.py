@@ -83,6 +83,8 @@ def test_the_pack_fits_the_memory() -> None:
     assert sizes == sorted(sizes) and sizes[0] == 1024 and sizes[-1] == 16384
     chosen = choose_recipe(target, "tiny", "eagle3", Path("x"), 2.0, None)
     assert chosen.config.k == 7 and chosen.config.num_layers == 1 and chosen.config.draft_vocab == 0
+    assert chosen.config.dependency == 0
+    assert choose_recipe(target, "tiny", "p-eagle", Path("x"), 2.0, None).config.dependency == 64
 
 
 @pytest.mark.parametrize(

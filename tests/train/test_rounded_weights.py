@@ -1,5 +1,6 @@
 """Training for 4 bits: passes use rounded weights, and the optimizer keeps the exact ones."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ ROWS = RowFormat(4, 16, ("fc",))
 
 
 def tiny_weights() -> RoundedWeights:
-    drafter = make_drafter(make_target(), "p-eagle", 2).requires_grad_()
+    drafter = make_drafter(make_target(), "p-eagle", 2)
     generator = torch.Generator().manual_seed(0)
     for parameter in drafter.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -61,11 +62,15 @@ def test_exact_weights_come_back_after_an_error() -> None:
 def rounded_steps(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps of a run that use rounded weights."""
     steps = list[int]()
-    assert trainer.rounded_weights is not None
-    plain = trainer.rounded_weights._round
-    monkeypatch.setattr(
-        trainer.rounded_weights, "_round", lambda step: (steps.append(step), plain(step))
-    )
+    plain = trainer._rounding
+
+    def rounding() -> AbstractContextManager[None]:
+        context = plain()
+        if not isinstance(context, nullcontext):
+            steps.append(trainer.step)
+        return context
+
+    monkeypatch.setattr(trainer, "_rounding", rounding)
     train(trainer)
     return steps
 
@@ -73,6 +78,33 @@ def rounded_steps(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[int
 def test_the_last_part_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = start(config_in(tmp_path, steps=8, bits=4, rounded=0.5))
     assert rounded_steps(trainer, monkeypatch) == [4, 5, 6, 7]
+
+
+def test_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 6 seconds, the last 2.4 are rounded; the first step does not count."""
+    config = config_in(tmp_path, steps=10_000, minutes=0.1, bits=4, rounded=0.4)
+    trainer = start(config)
+    spent = [0.0]
+    plain = trainer._train_step
+
+    def step(batches: Any) -> Any:
+        sums = plain(batches)
+        spent[0] += 1
+        return sums
+
+    monkeypatch.setattr(trainer, "_train_step", step)
+    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: spent[0])
+    assert rounded_steps(trainer, monkeypatch) == [5, 6]
+
+
+def test_scales_of_a_part_that_is_over_are_forgotten(tmp_path: Path) -> None:
+    trainer = start(config_in(tmp_path, steps=8, bits=4, rounded=0.5))
+    weights = trainer.rounded_weights
+    assert weights is not None
+    with weights.in_use(7):
+        assert weights.scales
+    with trainer._rounding():  # It is at step 0.
+        assert not weights.scales
 
 
 @pytest.mark.parametrize(

@@ -378,6 +378,7 @@ def learned_plain(tmp_path_factory: pytest.TempPathFactory) -> Learned:
     return learned(tmp_path_factory.mktemp("bigrams"), "plain")
 
 
+@pytest.mark.slow
 def test_a_dependency_learns_what_rows_cannot_know(learned_plain: Learned, tmp_path: Path) -> None:
     """With the drafter, and on top of the finished one, which stays as it is."""
     plain, losses, length = learned_plain

@@ -22,9 +22,7 @@ class RoundedWeights:
     def __init__(self, drafter: Drafter, rows: RowFormat = INT4) -> None:
         self.rows = rows
         self.matrices: list[Tensor] = [
-            matrix
-            for name, matrix in drafter.named_parameters()
-            if matrix.requires_grad and rows.is_four_bit(name, matrix)
+            matrix for name, matrix in drafter.named_parameters() if rows.is_four_bit(name, matrix)
         ]
         self.scales = list[Tensor]()  # of each matrix; the state of a run has them
 
