@@ -14,7 +14,7 @@ REFERENCE_HIDDEN_SIZE = 576
 PACK_TOKENS_PER_GB = 256  # for a target of the reference hidden size
 MIN_PACK_TOKENS = 1024
 MAX_PACK_TOKENS = 16384
-DEPENDENCY_RANK = 64  # +10 % acceptance length under equal training (docs/science.md)
+DEPENDENCY_RANK = 64  # +9.5 % acceptance length under equal training (docs/science.md)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ smaller tree, or the chain of the same draft, accepts less. Nothing is accepted 
 last probability.
 
 Confidences of different depths are independent, so the chain of such a draft accepts as given. On
-60 tasks, trees of the shipped drafter accept 3 % more or less than this model on average, at most
+60 tasks, trees of the head below accept 3 % more or less than this model on average, at most
 6 % more (docs/moe.md#trees).
 
 All of it runs on the device, inside the CUDA graphs of a step.
@@ -33,7 +33,7 @@ from peagle.draft_shape import DraftShape
 from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
 
 # Where the best candidate is not the target's token: the shares of ranks 2, 3, .. 16, in descending
-# order; the rest is no candidate. Both constants are those of the shipped P-EAGLE drafter:
+# order; the rest is no candidate. Both constants are those of the 8-bit head of SmolLM2-135M:
 #     python -m benchmarks.draft_ranks DATA --limit 20
 RANK_SHARES = (
     *(0.339, 0.149, 0.063, 0.041, 0.031),

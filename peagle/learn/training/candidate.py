@@ -41,8 +41,8 @@ def mix_weights(current: Drafter, trained: Drafter, share: float) -> Drafter:
 def dither_rows(matrix: Tensor) -> Tensor:
     """Round each row to the 255 values that 8 bits have, at random, to the nearer one more often.
 
-    The shipped drafter has such values. What a round changes is less than half of a step for most
-    weights: rounding to the nearest would undo it. At random, the mean change stays.
+    An engine on a CPU drafts with such values. What a round changes is less than half of a step for
+    most weights: rounding to the nearest would undo it. At random, the mean change stays.
     """
     peak = matrix.abs().amax(1, keepdim=True)
     step = (peak / MAX_CODE).clamp(min=torch.finfo(torch.float32).tiny)
