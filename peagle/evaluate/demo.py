@@ -61,8 +61,12 @@ class DemoRow:
 def run_demo(
     loaded: LoadedPair, k: int | None, max_tokens: int, exact: bool | None, console: Console
 ) -> list[DemoRow]:
-    """Methods take turns on each prompt, so that noise on the machine affects all of them."""
-    methods: list[Method] = ["none", *loaded.pair.drafters]
+    """Methods take turns on each prompt, so that noise on the machine affects all of them.
+
+    Beside trained drafters, untrained ones are left out.
+    """
+    trained = [method for method in loaded.pair.drafters if loaded.drafter(method).config.trained]
+    methods: list[Method] = ["none", *(trained or loaded.pair.drafters)]
     answers: dict[Method, dict[str, Generation]] = {method: {} for method in methods}
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("decoding", total=len(PROMPTS) * len(methods))

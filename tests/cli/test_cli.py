@@ -334,6 +334,9 @@ def test_demo(tiny: Path) -> None:
         for row in rows
         for answer in row.answers.values()
     )
+    drafters["p-eagle"].config = replace(drafters["p-eagle"].config, trained=True)
+    rows = demo.run_demo(loaded, 3, 4, None, Console(quiet=True))
+    assert [row.method for row in rows] == ["none", "p-eagle"], "trained ones, if there are any"
 
 
 def test_pairs_as_json() -> None:
