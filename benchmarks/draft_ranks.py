@@ -91,7 +91,10 @@ def step_starts(packed: PackedDocuments, anchors: np.ndarray, accepted: np.ndarr
 def measure_pack(
     replay: DraftReplay, packed: PackedDocuments
 ) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """Accepted drafts of every step by nodes (K: a chain), and ranks [steps, K] of the tree."""
+    """Accepted drafts of every step by nodes (K: a chain), and ranks [steps, K] of the last tree.
+
+    Trees are in the order of TREES.
+    """
     drafter = replay.passes.drafter
     branching = Branching(drafter)
     anchors = [np.zeros(0, int)]
@@ -111,12 +114,12 @@ def measure_pack(
             for nodes in TREES:
                 matches = candidate_matches(*candidates, DraftShape(K, nodes))
                 accepted[nodes].append(matches.cpu().numpy())
-    steps = {}
-    for nodes, counts in accepted.items():
-        joined = np.concatenate(counts)
-        starts = step_starts(packed, np.concatenate(anchors), joined)
-        steps[nodes] = joined[starts]
-    return steps, np.concatenate(ranks)[starts]
+    joined = {nodes: np.concatenate(counts) for nodes, counts in accepted.items()}
+    starts = {
+        nodes: step_starts(packed, np.concatenate(anchors), own) for nodes, own in joined.items()
+    }
+    steps = {nodes: own[starts[nodes]] for nodes, own in joined.items()}
+    return steps, np.concatenate(ranks)[starts[TREES[-1]]]
 
 
 def measure_set(replay: DraftReplay, packs: Sequence[PackedDocuments]) -> SetRanks:
