@@ -12,7 +12,7 @@ from peagle.kernels.expert_matrices import (
     GatedActivation,
     decode_mxfp4,
 )
-from peagle.kernels.triton.experts import expert_gemm, route
+from peagle.kernels.triton.experts import expert_gemm, norm_route, route
 from peagle.kernels.triton.experts.route import RouterParams, Routing
 from peagle.kernels.triton.experts.tiles import ExpertTiles
 from tests.support.comparing import near, some
@@ -75,6 +75,47 @@ def check_route(
         assert not arrived.any()
     sums = routing.weights.sum(1)
     assert (sums > 0.97).all() if params.normalized else (sums < 0.97).any()
+
+
+def check_norm_route(
+    rows: int,
+    d: int,
+    experts: int,
+    params: RouterParams,
+    bias: bool,
+    sums: int,
+    device: str,
+    dtype: Any,
+) -> None:
+    """The router reads one input for each expert, and these inputs are far apart."""
+    inputs = torch.arange(experts) * (d // experts)
+    x = some(sums, rows, d)
+    residual = some(rows, 2 * d)[:, d:]
+    ranks = torch.stack([some(experts, seed=row).argsort() for row in range(rows)])
+    x[:, :, inputs] = (ranks - experts / 2) / 4 / sums
+    residual[:, inputs] = 0.0
+    weight = torch.zeros(experts, d)
+    weight[torch.arange(experts), inputs] = 0.5
+    norm = torch.full((d,), 3.0, device=device, dtype=dtype)
+    norm[inputs] = 0.75
+    x = (x if sums > 1 else x[0].to(dtype)).to(device)
+    residual = residual.to(device, dtype)
+    weight = weight.to(device, dtype)
+    biases = (whole(experts, seed=1) / 16).to(device, dtype) if bias else None
+    counts, arrived = new_counters(experts, rows, device)
+    expected = norm_route.reference(x, residual, norm, 1e-5, weight, biases, params, counts)
+    for _ in range(2):  # The second launch finds the counters of the first.
+        counts, _ = new_counters(experts, rows, device)
+        assert norm_route.supports_norm_route(x, residual, weight)
+        routed = norm_route.norm_route(
+            x, residual, norm, 1e-5, weight, biases, params, counts, arrived
+        )
+        near(routed.total, expected.total)
+        near(routed.normed, expected.normed)
+        assert torch.equal(routed.routing.experts, expected.routing.experts)
+        near(routed.routing.weights.to(dtype), expected.routing.weights.to(dtype))
+        check_grouping(routed.routing)
+        assert not arrived.any()
 
 
 def check_route_ties(rows: int, experts: int, top_k: int, device: str, dtype: Any) -> None:
@@ -274,6 +315,15 @@ ROUTE_CASES = {
     "route, narrow keys, all experts": partial(check_narrow_keys, 64, 8, False),
     "route, narrow keys, one rank": partial(check_narrow_keys, 8, 1, False),
 }
+NORM_ROUTE_CASES = {
+    "norm and route": partial(check_norm_route, 5, 300, 8, RouterParams(2, True), False, 3),
+    "norm and route, one row": partial(
+        check_norm_route, 1, 600, 20, RouterParams(8, True), False, 8
+    ),
+    "norm and route, whole rows": partial(
+        check_norm_route, 16, 70, 32, RouterParams(4, False), True, 1
+    ),
+}
 EXPERT_CASES = {
     f"experts, {format}": partial(check_experts, format, 6, 4, 2, 64, 96, SWIGLU, False)
     for format in FORMATS
@@ -301,4 +351,4 @@ EXPERT_CASES |= {
     "experts, codes": partial(check_mxfp4_codes, MAX_FAST_SCALE),
     "experts, codes, large scales": partial(check_mxfp4_codes, 200),
 }
-CASES = ROUTE_CASES | EXPERT_CASES
+CASES = ROUTE_CASES | NORM_ROUTE_CASES | EXPERT_CASES

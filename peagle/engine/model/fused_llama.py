@@ -87,9 +87,11 @@ class LlamaLayer:
         attended = attend_qkv(
             qkv, rows, rope, keys, values, self.heads, self.attention, kv_cache.arrived
         )
-        normed, residual = add_norm(
-            self.out.split_k(attended.flatten(1)), residual, self.post_attention_norm, self.eps
-        )
+        x = self.out.split_k(attended.flatten(1))
+        norm = self.post_attention_norm
+        if isinstance(self.mlp, Mixture):
+            return self.mlp.add_norm(x, residual, norm, self.eps)
+        normed, residual = add_norm(x, residual, norm, self.eps)
         return self.mlp(normed), residual
 
     @property

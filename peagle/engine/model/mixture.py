@@ -11,8 +11,10 @@ from peagle.engine.model.cpu_experts import CpuExperts
 from peagle.engine.model.weight import Weight
 from peagle.kernels.cpu.experts import PackedMoe
 from peagle.kernels.expert_matrices import ExpertMatrices, GatedActivation
+from peagle.kernels.triton.add_norm import add_norm
 from peagle.kernels.triton.experts.expert_gemm import expert_down, expert_gate_up
-from peagle.kernels.triton.experts.route import BLOCK_ROWS, RouterParams, route
+from peagle.kernels.triton.experts.norm_route import norm_route, supports_norm_route
+from peagle.kernels.triton.experts.route import BLOCK_ROWS, RouterParams, Routing, route
 from peagle.target.experts.stored_experts import StoredExperts
 
 MIXTURE_PARTS = ({"router", "experts"}, {"gate", "experts"})
@@ -50,6 +52,30 @@ class Mixture:
         routing = route(
             x, self.router_weight, self.router_bias, self.router, counters.counts, counters.arrived
         )
+        return self._experts(x, routing)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The mixture of norm(x + residual), and this sum; x may come as partial sums."""
+        if not supports_norm_route(x, residual, self.router_weight):
+            normed, total = add_norm(x, residual, norm, eps)
+            return self(normed), total
+        counters = self.counters
+        routed = norm_route(
+            x,
+            residual,
+            norm,
+            eps,
+            self.router_weight,
+            self.router_bias,
+            self.router,
+            counters.counts,
+            counters.arrived,
+        )
+        return self._experts(routed.normed, routed.routing), routed.total
+
+    def _experts(self, x: Tensor, routing: Routing) -> Tensor:
         packed = self.cpu_experts.packed
         if packed is not None:
             return packed(x, routing.experts, routing.weights)

@@ -158,6 +158,7 @@ if triton is not None:
         MXFP4: tl.constexpr,
         TILED: tl.constexpr,
         EVEN: tl.constexpr,
+        ONE_ROW: tl.constexpr,
         BLOCK_T: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
@@ -165,11 +166,14 @@ if triton is not None:
     ):
         wait_for_inputs(DEPENDENT)
         place = tl.program_id(1)
-        touched = tl.load(counts_ptr + EXPERTS)
         expert = tl.load(touched_ptr + place).to(tl.int64)
-        if place >= touched:
-            return
-        count = tl.load(counts_ptr + expert)
+        if ONE_ROW:  # Each of its experts has one assignment: one look-up instead of three.
+            count = 1
+        else:
+            touched = tl.load(counts_ptr + EXPERTS)
+            if place >= touched:
+                return
+            count = tl.load(counts_ptr + expert)
         split = tl.program_id(2)
         first_block = split * split_blocks
         end_block = tl.minimum(first_block + split_blocks, (WIDTH + BLOCK_K - 1) // BLOCK_K)
@@ -184,7 +188,10 @@ if triton is not None:
         for start in range(0, count, BLOCK_T):
             place_in_block = start + tl.arange(0, BLOCK_T)
             mask = place_in_block < count
-            assignment = tl.load(table_ptr + expert * rows + place_in_block, mask=mask, other=0)
+            if ONE_ROW:
+                assignment = place_in_block * 0 + place
+            else:
+                assignment = tl.load(table_ptr + expert * rows + place_in_block, mask=mask, other=0)
             assignment = assignment.to(tl.int64)
             row = assignment // TOP_K
             x_row = row if GATED else assignment
@@ -335,6 +342,7 @@ def _launch(
         GATED=activation is not None,
         **_format_options(matrices),
         EVEN=matrix_rows % tiles.block_n == 0 and width % tiles.block_k == 0,
+        ONE_ROW=rows == 1,
         BLOCK_T=block_t,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,

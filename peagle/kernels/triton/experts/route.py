@@ -176,6 +176,58 @@ if triton is not None:
         tl.store(touched_ptr + index, experts, mask=is_first)
 
     @triton.jit
+    def finish_routing(  # type: ignore[no-untyped-def]
+        scores,
+        all_experts,
+        t,
+        row_mask,
+        bias_ptr,
+        experts_ptr,
+        weights_ptr,
+        counts_ptr,
+        table_ptr,
+        touched_ptr,
+        rows,
+        dtype: tl.constexpr,
+        EXPERTS: tl.constexpr,
+        TOP_K: tl.constexpr,
+        NORMALIZED: tl.constexpr,
+        BIAS: tl.constexpr,
+        ONE_ROW: tl.constexpr,
+        RANKS: tl.constexpr,
+    ):
+        """Choose the experts of the rows t by their scores [rows, experts], and group the rows."""
+        if BIAS:
+            scores += tl.load(bias_ptr + all_experts, mask=all_experts < EXPERTS, other=0.0).to(
+                tl.float32
+            )
+        scores = scores.to(dtype).to(tl.float32)
+        # NaN would be sorted by its sign, behind experts that do not exist.
+        is_valid = (all_experts < EXPERTS) & (scores == scores)
+        scores = tl.where(is_valid, scores, float("-inf"))
+        experts, weights = _choose_experts(
+            scores, all_experts, NORMALIZED, dtype != tl.bfloat16, TOP_K, RANKS
+        )
+        rank = tl.arange(0, RANKS)[None, :]
+        assignment = t[:, None] * TOP_K + rank
+        mask = row_mask[:, None] & (rank < TOP_K)
+        tl.store(experts_ptr + assignment, experts, mask=mask)
+        tl.store(weights_ptr + assignment, weights.to(dtype).to(tl.float32), mask=mask)
+        _group_rows(
+            experts,
+            mask,
+            assignment,
+            rank,
+            counts_ptr,
+            table_ptr,
+            touched_ptr,
+            rows,
+            EXPERTS,
+            TOP_K,
+            ONE_ROW,
+        )
+
+    @triton.jit
     def _route_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         weight_ptr,
@@ -259,35 +311,25 @@ if triton is not None:
         for i in tl.static_range(SPLITS):
             part_ptr = parts_ptr + (i * rows + t[:, None]) * EXPERTS + all_experts
             scores += tl.load(part_ptr, mask=in_range, other=0.0, cache_modifier=".cg")
-        if BIAS:
-            scores += tl.load(bias_ptr + all_experts, mask=all_experts < EXPERTS, other=0.0).to(
-                tl.float32
-            )
-        dtype = x_ptr.dtype.element_ty
-        scores = scores.to(dtype).to(tl.float32)
-        # NaN would be sorted by its sign, behind experts that do not exist.
-        is_valid = (all_experts < EXPERTS) & (scores == scores)
-        scores = tl.where(is_valid, scores, float("-inf"))
-        experts, weights = _choose_experts(
-            scores, all_experts, NORMALIZED, dtype != tl.bfloat16, TOP_K, RANKS
-        )
-        rank = tl.arange(0, RANKS)[None, :]
-        assignment = t[:, None] * TOP_K + rank
-        mask = row_mask[:, None] & (rank < TOP_K)
-        tl.store(experts_ptr + assignment, experts, mask=mask)
-        tl.store(weights_ptr + assignment, weights.to(dtype).to(tl.float32), mask=mask)
-        _group_rows(
-            experts,
-            mask,
-            assignment,
-            rank,
+        finish_routing(
+            scores,
+            all_experts,
+            t,
+            row_mask,
+            bias_ptr,
+            experts_ptr,
+            weights_ptr,
             counts_ptr,
             table_ptr,
             touched_ptr,
             rows,
+            x_ptr.dtype.element_ty,
             EXPERTS,
             TOP_K,
+            NORMALIZED,
+            BIAS,
             ONE_ROW,
+            RANKS,
         )
 
 
@@ -305,16 +347,21 @@ def route(
     """
     if not uses_triton(x):
         return reference(x, weight, bias, params, counts)
-    rows = len(x)
-    routing = Routing(
-        counts.new_empty(rows, params.top_k),
-        x.new_empty(rows, params.top_k, dtype=torch.float32),
-        counts,
-        counts.new_empty(len(weight), rows),
-        counts.new_empty(min(len(weight), rows * params.top_k)),
-    )
+    routing = empty_routing(len(x), counts, params)
     _launch(x, weight, bias, params, routing, arrived)
     return routing
+
+
+def empty_routing(rows: int, counts: Tensor, params: RouterParams) -> Routing:
+    """Tensors for the kernel to fill."""
+    num_experts = len(counts) - 1
+    return Routing(
+        counts.new_empty(rows, params.top_k),
+        counts.new_empty(rows, params.top_k, dtype=torch.float32),
+        counts,
+        counts.new_empty(num_experts, rows),
+        counts.new_empty(min(num_experts, rows * params.top_k)),
+    )
 
 
 def _launch(

@@ -20,7 +20,10 @@ MAX_BLOCK_ROWS = 128
 MAX_16BIT_BLOCK_ROWS = 256  # of long prompts, whose limit is arithmetic
 MAX_16BIT_SHARED_BYTES = 196_608  # of a program with such a block, which few GPUs have
 MAX_TILED_BLOCK_ROWS = 64
-ALIKE_ROWS = 16  # for which a block has room, if the pass has so many
+ALIKE_ROWS = (
+    16  # for which a block has room, if the pass has so many; larger passes: twice, 4 times
+)
+LARGE_PASSES = (64, 256)  # rows
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
 
@@ -37,9 +40,12 @@ def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
 
     The rows of a draft choose much the same experts: with 8 requests of 6 rows, few experts have
     3 rows, as the mean says; most have 6, 12 or 18, and matrices should not be read twice. With
-    MXFP4, whose limit are instructions, wide blocks cost more than that.
+    trees of 16 rows some have 40. With MXFP4, whose limit are instructions, wide blocks cost more
+    than that.
     """
-    alike_rows = 1 if matrices.is_mxfp4 else ALIKE_ROWS
+    alike_rows = 1
+    if not matrices.is_mxfp4:
+        alike_rows = ALIKE_ROWS << sum(rows >= large for large in LARGE_PASSES)
     wanted = min(rows, max(int(1.5 * mean_rows) + 1, alike_rows))
     most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
     if matrices.weight.element_size() == 2 and holds_large_blocks(matrices.weight.device):
