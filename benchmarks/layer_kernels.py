@@ -2,7 +2,7 @@
 
     python -m benchmarks.layer_kernels qwen3-30b-a3b,gpt-oss-20b [--layers 12] [--rows 1x1,8x1,8x6]
         [--context 256] [--tree 11] [--experts mxfp4] [--kernels] [--seconds 120]
-        [--variants on+weights+rows,on+weights+rows+rotate]
+        [--variants on+weights+rows,on+weights+rows+trees+route]
 
 The first layers of a shape run in one CUDA graph, as in a step. `--rows` are requests x rows of
 each. Results are microseconds per layer and the share of the floor: the bytes of the matrices, of
@@ -10,7 +10,9 @@ experts those touched, over the bandwidth; and whether they are equal to those o
 
 Variants: `off` runs kernels one after another, `on` overlaps them (dependent_launch.py). More
 words, joined by +, switch on one thing each: `weights` of products load before their inputs exist
-(skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts (tiles.py);
+(skinny_gemm.py); `rows`: blocks of experts have room for the rows of several drafts, `trees`: for
+more of them in large passes (tiles.py); `route`: the norm and the router of few rows are one launch
+(norm_route.py);
 `rotate`: attention rotates few rows itself (rotated_attention.py); `products` and `attention`:
 those of exact mode (batch_invariant/); `16-4-64`: exact attention with blocks of 16 queries, 4
 warps and tiles of 64 lanes, instead of its own plan; `library`: products of exact mode are left to
@@ -45,16 +47,18 @@ from peagle.kernels.triton.attention import rotated_attention
 from peagle.kernels.triton.batch_invariant import paged_attention as invariant_attention
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, plan_attention
 from peagle.kernels.triton.batch_invariant.vendor_gemm import ROW_COUNTS, VendorRows
-from peagle.kernels.triton.experts import tiles
+from peagle.kernels.triton.experts import norm_route, tiles
 from peagle.kernels.triton.launch import dependent_launch
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
 
 BANDWIDTH = 4.3e12
 PAGE_SIZE = 16
-VARIANTS = "off,on,on+weights+rows,on+weights+rows+rotate"
+VARIANTS = "off,on,on+weights+rows+rotate,on+weights+rows+rotate+trees+route"
 SKINNY_TILES = skinny_gemm.tile_sizes
 ALIKE_ROWS = tiles.ALIKE_ROWS
+LARGE_PASSES = tiles.LARGE_PASSES
+NORM_ROUTE_ROWS = norm_route.MAX_ROWS
 PROVEN: dict[int, VendorRows] = {}  # by target
 
 
@@ -85,6 +89,8 @@ def switch(variant: str, target: FusedLlamaTarget) -> None:
     invariant_attention.plan_attention = fixed_plan(plans[0]) if plans else plan_attention
     rotated_attention.MAX_ROWS = skinny_gemm.MAX_ROWS if "rotate" in words else 0
     tiles.ALIKE_ROWS = ALIKE_ROWS if "rows" in words else 1
+    tiles.LARGE_PASSES = LARGE_PASSES if "trees" in words else ()
+    norm_route.MAX_ROWS = NORM_ROUTE_ROWS if "route" in words else 0
     skinny_gemm.tile_sizes = skinny_tiles
 
 

@@ -23,6 +23,9 @@ from tools.moe_figure import profile_options
 BOTH = ["--methods", "none,p-eagle", "-k", "auto", "--concurrency", "1,8,64", "--repeats", "2"]
 TREES = ["--methods", "p-eagle", "-k", "auto", "--tree", "0,31", "--concurrency", "1,8,64"]
 TREES += ["--repeats", "2"]
+EIGHT = ["--methods", "p-eagle", "-k", "auto", "--tree", "31", "--concurrency", "8"]
+EIGHT += ["--repeats", "6"]
+ONE = ["--methods", "none,p-eagle", "-k", "auto", "--concurrency", "1", "--repeats", "3"]
 
 SHORT = ["--methods", "none,p-eagle", "-k", "5", "--concurrency", "1,8", "--repeats", "1"]
 SHORT += ["--output", "128"]
@@ -49,6 +52,10 @@ MEASUREMENTS = [
     Measurement("gpt-oss-120b-mxfp4", 300, ["gpt-oss-120b", "--experts", "mxfp4", *SHORT]),
     Measurement("gpt-oss-20b-trees", 150, ["gpt-oss-20b", *TREES]),
     Measurement("qwen3-30b-a3b-trees", 150, ["qwen3-30b-a3b", *TREES]),
+    Measurement("gpt-oss-20b-eight", 80, ["gpt-oss-20b", *EIGHT]),
+    Measurement("qwen3-30b-a3b-eight", 80, ["qwen3-30b-a3b", *EIGHT]),
+    Measurement("gpt-oss-20b-one", 60, ["gpt-oss-20b", *ONE]),
+    Measurement("qwen3-30b-a3b-one", 60, ["qwen3-30b-a3b", *ONE]),
     headline("headline-ends", "1,8,64"),
     headline("headline-between", "2,4,16,32"),
 ]
@@ -84,7 +91,8 @@ def cell_line(cell: dict[str, Any]) -> str:
     share = cell["floor_ms"] / cell["step_ms"]
     return (
         f"{cell['method']} K={cell['k']}{tree} c={cell['concurrency']}:"
-        f" {cell['tokens_per_second']:,.0f} tokens/s, AL {cell['acceptance_length']:.2f},"
+        f" {cell['tokens_per_second']:,.0f} tokens/s (mean {cell['mean_tokens_per_second']:,.0f}),"
+        f" AL {cell['acceptance_length']:.2f},"
         f" {cell['step_ms']:.2f} ms, floor {share:.0%},"
         f" experts {cell['experts_touched']} / {cell['experts']}"
     )

@@ -38,7 +38,8 @@ class StepCell:
     k: str
     tree: int  # nodes of the largest tree that may be drafted; 0: chains only
     concurrency: int
-    tokens_per_second: float
+    tokens_per_second: float  # of the best run
+    mean_tokens_per_second: float  # of all runs, whose acceptance differs
     acceptance_length: float
     step_ms: float
     # Parts of a step with the K used most; None where the step cannot be split.
@@ -153,13 +154,13 @@ def build_engine(
 
 def time_engine(engine: Engine, k: int | str, load: StepLoad) -> StepCell:
     """Run the prompts once to warm up, then `repeats` times; close the engine."""
-    best = 0.0
+    speeds = []
     _, step_ms = run_prompts(engine, load, load.prompts[: 2 * engine.max_batch])
     freeze_live_objects()  # A full collection takes as long as dozens of steps.
     for _ in range(load.repeats):
         speed, step_ms = run_prompts(engine, load, load.prompts)
-        best = max(best, speed)
-    cell = split_step(engine, k, best, step_ms, load.bytes_per_second)
+        speeds.append(speed)
+    cell = split_step(engine, k, speeds, step_ms, load.bytes_per_second)
     engine.close()
     del engine
     gc.collect()
@@ -186,7 +187,7 @@ def run_prompts(
 
 
 def split_step(
-    engine: Engine, k: int | str, tokens_per_second: float, step_ms: float, bandwidth: float
+    engine: Engine, k: int | str, speeds: Sequence[float], step_ms: float, bandwidth: float
 ) -> StepCell:
     metrics = engine.metrics
     usual_nodes = metrics.k_steps.most_common(1)[0][0]
@@ -203,7 +204,8 @@ def split_step(
         k=str(k),
         tree=0 if engine.max_shape.is_chain else engine.max_shape.nodes,
         concurrency=engine.max_batch,
-        tokens_per_second=tokens_per_second,
+        tokens_per_second=max(speeds),
+        mean_tokens_per_second=sum(speeds) / len(speeds),
         acceptance_length=metrics.acceptance_length,
         step_ms=step_ms,
         target_ms=target_ms,

@@ -38,8 +38,8 @@ except ImportError:  # without Triton the reference runs
 BLOCK_ROWS = 16
 BLOCK_EXPERTS = 16
 BLOCK_INPUTS = 256
-SPLIT_INPUTS = 256  # inputs of one program, unless the rows alone keep a GPU busy
-BUSY_ROWS = 256  # rows from which on the inputs are not split
+SPLIT_INPUTS = 256  # the fewest inputs of one program
+BUSY_PROGRAMS = 528  # programs that keep a GPU busy: with so many rows the inputs are not split
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +364,12 @@ def empty_routing(rows: int, counts: Tensor, params: RouterParams) -> Routing:
     )
 
 
+def num_splits(programs: int, inputs: int) -> int:
+    """How many programs share the inputs of what one of these would compute."""
+    most = triton.cdiv(inputs, SPLIT_INPUTS)
+    return most if programs <= BUSY_PROGRAMS // most else triton.cdiv(BUSY_PROGRAMS, programs)
+
+
 def _launch(
     x: Tensor,
     weight: Tensor,
@@ -377,7 +383,7 @@ def _launch(
     block_t = 1 if rows <= BLOCK_ROWS else BLOCK_ROWS
     blocks = triton.cdiv(rows, block_t)
     parts = triton.cdiv(num_experts, BLOCK_EXPERTS)
-    splits = triton.cdiv(inputs, SPLIT_INPUTS) if rows < BUSY_ROWS else 1
+    splits = num_splits(blocks * parts, inputs)
     assert x.stride(1) == 1 and weight.is_contiguous() and len(routing.counts) == num_experts + 1
     assert routing.counts.is_contiguous() and len(arrived) >= blocks
     _route_kernel[(blocks, parts, splits)](

@@ -20,10 +20,8 @@ MAX_BLOCK_ROWS = 128
 MAX_16BIT_BLOCK_ROWS = 256  # of long prompts, whose limit is arithmetic
 MAX_16BIT_SHARED_BYTES = 196_608  # of a program with such a block, which few GPUs have
 MAX_TILED_BLOCK_ROWS = 64
-ALIKE_ROWS = (
-    16  # for which a block has room, if the pass has so many; larger passes: twice, 4 times
-)
-LARGE_PASSES = (64, 256)  # rows
+ALIKE_ROWS = 16  # for which a block has room, if the pass has so many
+LARGE_PASSES: tuple[int, ...] = (64, 256)  # rows; from each of them on, room for twice as many
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
 
