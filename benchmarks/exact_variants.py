@@ -3,12 +3,18 @@
     python -m benchmarks.exact_variants OUT [--seconds 60] [--context 395] [--models smollm2]
         [--passes 1x1,1x8,8x32t,64x32t] [--rounds 3]
 
-A pass is requests x rows of each, `t` for trees. Variants change the chosen plan
-(AttentionPlan): `page` looks up one page for a block of keys, `flat` runs over the blocks in front
-of a tree in one loop, `r168` lets three programs of 128 threads share a multiprocessor, `s1` loads
-nothing ahead. `us` is the median over rounds in which all variants take turns. `differing` counts
-the results with other bits than those of the chosen plan: it must be empty. OUT/exact_variants.json
-has them all.
+A pass is requests x rows of each, `t` for trees. Variants change the chosen plan (AttentionPlan):
+
+    page    one page is looked up for a block of keys
+    early   the values of the first block of a parallel split are loaded with its keys
+    s1, s3  stages of loops; s1: they load nothing ahead
+    w4, w8  warps
+    even    programs for all splits, whose blocks have about as many rows
+    flat    they run over the blocks in front of a tree in one loop
+    r168    so few registers that three programs of 128 threads share a multiprocessor; r128: four
+
+`us` is the median over rounds in which all variants take turns. `differing` names those with other
+bits than the chosen plan: it must be empty. OUT/exact_variants.json has them all.
 """
 
 import argparse
@@ -39,25 +45,34 @@ def even_rows(max_rows: int, most: int) -> int:
 
 
 def variants(chosen: AttentionPlan, size: Pass, group: int) -> dict[str, AttentionPlan]:
-    page = chosen._replace(one_page=True)
+    early = chosen._replace(early_values=True)
+    both = early._replace(one_page=True)
+    other = {8: 4, 4: 8}[chosen.num_warps]
     own = {
-        "page": page,
-        "s1": chosen._replace(num_stages=1),
-        "page s1": page._replace(num_stages=1),
+        "page": chosen._replace(one_page=True),
+        "early": early,
+        "early page": both,
+        "early page s1": both._replace(num_stages=1),
+        f"early page w{other}": both._replace(num_warps=other),
     }
-    if not size.is_tree:
-        other = {8: 4, 4: 8}[chosen.num_warps]
-        return own | {f"page w{other}": page._replace(num_warps=other)}
-    for queries in (16, 32, 64):
-        rows = even_rows(size.rows, queries // group)
-        nested = AttentionPlan(rows, queries, False, 4, 64)
-        flat = nested._replace(flat=True, one_page=True)
-        limit = REGISTERS_OF_3 if queries == 64 else REGISTERS_OF_4
-        own |= {f"{queries} even": nested, f"{queries} flat page": flat}
-        own[f"{queries} flat page s3"] = flat._replace(num_stages=3)
-        own[f"{queries} even r{limit}"] = nested._replace(max_registers=limit)
-        own[f"{queries} flat page r{limit}"] = flat._replace(max_registers=limit)
+    if size.is_tree:
+        for queries in (16, 32, 64):
+            own |= plans_of_all_splits(size.rows, queries, group)
     return own
+
+
+def plans_of_all_splits(max_rows: int, queries: int, group: int) -> dict[str, AttentionPlan]:
+    """Programs that run over all splits of a tree's keys."""
+    nested = AttentionPlan(even_rows(max_rows, queries // group), queries, False, 4, 64)
+    flat = nested._replace(flat=True, one_page=True)
+    limit = REGISTERS_OF_3 if queries == 64 else REGISTERS_OF_4
+    return {
+        f"{queries} even": nested,
+        f"{queries} even r{limit}": nested._replace(max_registers=limit),
+        f"{queries} flat page": flat,
+        f"{queries} flat page s3": flat._replace(num_stages=3),
+        f"{queries} flat page r{limit}": flat._replace(max_registers=limit),
+    }
 
 
 class TimedVariants:

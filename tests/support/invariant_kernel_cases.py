@@ -32,7 +32,7 @@ PLANS = [
     AttentionPlan(4, 16, True, 4),
     AttentionPlan(4, 16, False, 4),
     AttentionPlan(8, 32, False, 4),
-    AttentionPlan(8, 32, True, 4),
+    AttentionPlan(8, 32, True, 4, early_values=True),
     AttentionPlan(4, 16, False, 4, flat=True, num_stages=3),
     AttentionPlan(8, 32, False, 4, flat=True),
 ]
@@ -284,7 +284,11 @@ def check_one_page(first: int, tree: bool, device: str, dtype: torch.dtype) -> N
     expected = paged_attention.reference(
         query, caches[0], caches[1], rows, AttentionParams(d**-0.5)
     )
-    plans = [plan._replace(one_page=one_page) for plan in PLANS[2::2] for one_page in (False, True)]
+    plans = [
+        plan._replace(one_page=one_page, early_values=one_page)
+        for plan in PLANS[2::2]
+        for one_page in (False, True)
+    ]
     with chained_products():
         params = AttentionParams(d**-0.5)
         results = [attend(query, caches, rows, params, plan) for plan in plans]

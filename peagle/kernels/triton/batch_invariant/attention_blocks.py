@@ -134,19 +134,27 @@ if triton is not None:
 
     @triton.jit
     def attend_block(  # type: ignore[no-untyped-def]
-        q, keys, start, slot, rows, scale, acc, max_score, total, sizes
+        q, keys, start, slot, rows, scale, acc, max_score, total, sizes, EARLY_VALUES: tl.constexpr
     ):
-        """The online softmax over the keys from `start` on, which are stored in `slot`."""
+        """The online softmax over the keys from `start` on, which are stored in `slot`.
+
+        EARLY_VALUES: load values with the keys, not behind the scores. Loops load both ahead.
+        """
         key_position = start + tl.arange(0, sizes.BLOCK_KEYS)
         in_range = key_position < keys.end
         k = _load_keys(keys.keys_ptr, keys.stride_k_slot, slot, in_range, sizes)
+        if EARLY_VALUES:
+            v = _load_keys(keys.values_ptr, keys.stride_v_slot, slot, in_range, sizes)
+            # Changes nothing, but Triton would wait for the keys before it loads the values.
+            k = tl.where(in_range[:, None], k, 0.0)
         visible = key_position[None, :] > rows.position[:, None] - rows.window
         visible = visible & (key_position[None, :] <= rows.position[:, None]) & in_range[None, :]
         scores = _visible_scores(q, k, scale, visible)
         new_max = tl.maximum(max_score, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(max_score - new_max)
-        v = _load_keys(keys.values_ptr, keys.stride_v_slot, slot, in_range, sizes)
+        if not EARLY_VALUES:
+            v = _load_keys(keys.values_ptr, keys.stride_v_slot, slot, in_range, sizes)
         weights = weights.to(v.dtype)
         acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
         total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
@@ -171,7 +179,7 @@ if triton is not None:
         for start in range(first_block * sizes.BLOCK_KEYS, end_key, SPLITS * sizes.BLOCK_KEYS):
             slot = load_slots(keys, start, sizes)
             acc, max_score, total = attend_block(
-                q, keys, start, slot, rows, scale, acc, max_score, total, sizes
+                q, keys, start, slot, rows, scale, acc, max_score, total, sizes, False
             )
         return acc, max_score, total
 
@@ -209,7 +217,7 @@ if triton is not None:
             start = (low_block + block) * sizes.BLOCK_KEYS
             slot = load_slots(keys, start, sizes)
             acc, max_score, total = attend_block(
-                q, keys, start, slot, rows, scale, acc, max_score, total, sizes
+                q, keys, start, slot, rows, scale, acc, max_score, total, sizes, False
             )
             following = block + SPLITS
             block = tl.where(following < blocks, following, block % SPLITS + 1)

@@ -95,6 +95,7 @@ if triton is not None:
         D: tl.constexpr,
         PAGE_SIZE: tl.constexpr,
         ONE_PAGE: tl.constexpr,
+        EARLY_VALUES: tl.constexpr,
         SPLITS: tl.constexpr,
         PARALLEL: tl.constexpr,
         FLAT: tl.constexpr,
@@ -240,6 +241,7 @@ if triton is not None:
                     max_score,
                     total,
                     key_sizes,
+                    EARLY_VALUES,
                 )
             acc, max_score, total = attend_split(
                 q,

@@ -33,6 +33,7 @@ class AttentionPlan(NamedTuple):
     tail_lanes: int = TAIL_LANES
     flat: bool = False  # for trees: one loop over the blocks in front of the tail
     one_page: bool = False  # Look up one page for a block of keys, where it lies in one.
+    early_values: bool = False  # of the first block of a parallel split, with its keys
     num_stages: int = 0  # of loops that load ahead; 0: by the number of queries
     max_registers: int = 0  # of a thread: the fewer, the more programs fit; 0: no limit
 
@@ -97,6 +98,7 @@ def block_sizes(
         "D": d,
         "PAGE_SIZE": page_size,
         "ONE_PAGE": plan.one_page and page_size % block_keys(d) == 0,
+        "EARLY_VALUES": plan.early_values,
         "PARALLEL": plan.parallel,
         "FLAT": plan.flat,
         "TREE": lanes is not None,
