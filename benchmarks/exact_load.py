@@ -2,13 +2,14 @@
 
     python -m benchmarks.exact_load OUT [--data DATA] [--pair smollm2-135m] [--shape llama-3.1-8b]
         [--seconds 400] [--tasks 64] [--tokens 256] [--batch 64] [--alone 24] [--parts equal,price]
-        [--draftings none,"p-eagle K=7"] [--no-fast]
+        [--draftings none,"p-eagle K=7"] [--no-fast] [--repeats 5] [--acceptance natural,forced]
 
 `equal`: prompts of humaneval and gsm8k, greedy and sampled with seeds, arriving one after another,
 with a prefix cache and with pages for half of the requests, for K = 7, K = 11, a tree of 31 nodes
 and adaptive drafting; every load twice. `shape`: a target with random weights, which has many near
-ties. `price`: tokens per second of the fast mode and of exact mode at 1, 8 and 64 requests, and
-milliseconds per step: the answers of both modes differ, and so do their acceptance lengths.
+ties. `price`: tokens per second and milliseconds of a step of both modes at 1, 8 and 64 requests,
+in turn, with the acceptance of the pair and with a forced one (exact_price.py); `shape price`: the
+same for random weights, forced.
 Results are printed as they come and written to OUT/exact_load.json.
 """
 
@@ -16,65 +17,28 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.exact_engines import (
+    CONTEXT,
+    DRAFTINGS,
+    NONE,
+    SHAPE_PROMPT,
+    Asked,
+    Drafting,
+    engine_of,
+)
+from benchmarks.exact_price import PriceLoad, measure_price
 from benchmarks.part_report import PartReport
 from peagle.bench.random_models import random_pair
 from peagle.data.bench import read_sets
-from peagle.engine import Engine, EngineConfig
+from peagle.engine import Engine
 from peagle.engine.stream import Stream
 from peagle.loaded import LoadedPair, load
 
 SETS = ("humaneval", "gsm8k")
-CONTEXT = 1024
-SHAPE_PROMPT = 128
-ACCEPTANCE = [0.78, 0.76, 0.73, 0.67, 0.62, 0.56, 0.5]  # of drafts that are forced
-LOADS = (1, 8, 64)
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """What an engine drafts."""
-
-    method: str
-    k: int | str = 1
-    tree: int = 0
-
-    @property
-    def name(self) -> str:
-        if self.method == "none":
-            return "none"
-        return f"{self.method} K={self.k}" + (f" tree {self.tree}" if self.tree else "")
-
-
-NONE = Drafting("none")
-DRAFTINGS = (
-    NONE,
-    Drafting("p-eagle", 7),
-    Drafting("p-eagle", 11),
-    Drafting("p-eagle", 11, 31),
-    Drafting("p-eagle", "auto", 31),
-)
-
-
-@dataclass(frozen=True)
-class Asked:
-    ids: list[int]
-    options: dict[str, Any]
-
-
-def engine_of(pair: LoadedPair, drafting: Drafting, exact: bool, **options: Any) -> Engine:
-    config: dict[str, Any] = {"max_batch": 64, "context": CONTEXT, "thread": False} | options
-    return Engine(
-        pair,
-        EngineConfig(
-            method=drafting.method, k=drafting.k, tree=drafting.tree, exact=exact, **config
-        ),
-    )
 
 
 def tokens_of(stream: Stream) -> list[int]:
@@ -98,45 +62,27 @@ def answer(engine: Engine, asked: list[Asked], concurrency: int) -> tuple[list[l
     return [tokens_of(stream) for stream in streams], seconds
 
 
-@dataclass(frozen=True)
-class Speed:
-    tokens_per_second: float
-    length: float  # tokens per step of a request
-    step_ms: float  # of all requests together
-
-    @classmethod
-    def of(cls, streams: list[Stream], seconds: float, concurrency: int) -> "Speed":
-        counts = [len(piece.step.tokens) for s in streams for piece in s if piece.step]
-        steps = max(len(counts), 1)
-        return cls(sum(counts) / seconds, sum(counts) / steps, 1000 * seconds * concurrency / steps)
-
-
-def measure(engine: Engine, asked: list[Asked], concurrency: int) -> Speed:
-    """With always so many requests."""
-    waiting = list(reversed(asked))
-    streams: list[Stream] = []
-    started = time.perf_counter()
-    while waiting or engine.busy:
-        while waiting and engine.live_requests < concurrency:
-            request = waiting.pop()
-            streams.append(engine.add(request.ids, **request.options))
-        engine.step()
-    return Speed.of(streams, time.perf_counter() - started, concurrency)
-
-
-def real_requests(pair: LoadedPair, options: argparse.Namespace) -> list[Asked]:
-    """Every prompt once greedy and once sampled with a seed."""
+def real_requests(pair: LoadedPair, options: argparse.Namespace, tokens: int) -> list[Asked]:
+    """Every prompt once greedy and once sampled with a seed; `tokens`: of an answer."""
     sets = read_sets(list(SETS), options.data, options.tasks)
     texts = [task.turns[0] for tasks in sets.values() for task in tasks]
     prompts = [pair.encode([{"role": "user", "content": text}]) for text in texts]
-    limits = {"max_tokens": options.tokens, "ignore_eos": True}
-    fitting = [ids for ids in prompts if len(ids) + options.tokens < CONTEXT - 64]
+    limits = {"max_tokens": tokens, "ignore_eos": True}
+    fitting = [ids for ids in prompts if len(ids) + tokens < CONTEXT - 64]
     greedy = [Asked(list(ids), limits) for ids in fitting]
     sampled = [
         Asked(list(ids), limits | {"temperature": 0.8, "top_p": 0.95, "seed": i})
         for i, ids in enumerate(fitting)
     ]
     return greedy + sampled
+
+
+def random_requests(pair: LoadedPair, count: int, tokens: int, seed: int) -> list[Asked]:
+    generator = torch.Generator().manual_seed(seed)
+    size = (count, SHAPE_PROMPT)
+    prompts = torch.randint(0, pair.target.vocab_size - 1, size, generator=generator)
+    limits = {"max_tokens": tokens, "ignore_eos": True}
+    return [Asked(ids, limits) for ids in prompts.tolist()]
 
 
 def plain_answers(
@@ -177,7 +123,7 @@ def chosen_draftings(draftings: Sequence[Drafting], options: argparse.Namespace)
 
 
 def equal_part(report: PartReport, pair: LoadedPair, options: argparse.Namespace) -> None:
-    asked = real_requests(pair, options)
+    asked = real_requests(pair, options, options.tokens)
     expected = plain_answers(report, pair, asked, options)
     order = list(range(len(asked)))
     random.Random(0).shuffle(order)
@@ -214,15 +160,7 @@ def equal_part(report: PartReport, pair: LoadedPair, options: argparse.Namespace
 
 
 def shape_part(report: PartReport, pair: LoadedPair, options: argparse.Namespace) -> None:
-    generator = torch.Generator().manual_seed(0)
-    high = pair.target.vocab_size - 1
-    asked = [
-        Asked(
-            torch.randint(0, high, (SHAPE_PROMPT,), generator=generator).tolist(),
-            {"max_tokens": options.shape_tokens, "ignore_eos": True},
-        )
-        for _ in range(options.batch)
-    ]
+    asked = random_requests(pair, options.batch, options.shape_tokens, seed=0)
     plain = engine_of(pair, NONE, True, max_batch=1, kv_tokens=CONTEXT)
     report.add(part="shape", shape=options.shape, exact=plain.exact_mode)
     expected, seconds = answer(plain, asked, 1)
@@ -245,57 +183,23 @@ def shape_part(report: PartReport, pair: LoadedPair, options: argparse.Namespace
             engine.close()
 
 
-def price_part(
-    report: PartReport, name: str, pair: LoadedPair, options: argparse.Namespace, forced: bool
-) -> None:
-    """`forced`: random drafts are accepted as those of a trained drafter would be."""
-    if forced:
-        generator = torch.Generator().manual_seed(1)
-        high = pair.target.vocab_size - 1
-        limits = {"max_tokens": options.shape_tokens, "ignore_eos": True}
-        prompts = torch.randint(0, high, (128, SHAPE_PROMPT), generator=generator).tolist()
-        asked = [Asked(ids, limits) for ids in prompts]
-        draftings: tuple[Drafting, ...] = (NONE, Drafting("p-eagle", 7))
-    else:
-        greedy = real_requests(pair, options)
-        asked = greedy[: len(greedy) // 2]
-        random.Random(1).shuffle(asked)
-        draftings = (NONE, Drafting("p-eagle", 7), *reversed(DRAFTINGS[-2:]))
-    for drafting in chosen_draftings(draftings, options):
-        speeds: dict[tuple[bool, int], Speed] = {}
-        for exact in (False, True):
-            if not report.has_time:
-                return
-            engine = engine_of(pair, drafting, exact)
-            if forced and drafting != NONE:
-                engine.force_acceptance(ACCEPTANCE)  # before CUDA graphs are captured
-            engine.warm_up()
-            measure(engine, asked[:8], 8)
-            # Forced acceptance lengths hardly vary; real ones differ between the modes' answers.
-            counts = {1: 8 if forced else 32, 8: 32, 64: 128}
-            for load_size in LOADS:
-                repeated = [asked[i % len(asked)] for i in range(counts[load_size])]
-                runs = [measure(engine, repeated, load_size) for _ in range(2)]
-                speeds[exact, load_size] = max(runs, key=lambda run: run.tokens_per_second)
-            modes = engine.status()["k_reason"]
-            engine.close()
-        report.add(
-            price=name,
-            drafting=drafting.name,
-            fast=[round(speeds[False, size].tokens_per_second) for size in LOADS],
-            exact=[round(speeds[True, size].tokens_per_second) for size in LOADS],
-            percent=[price(speeds, size, "tokens_per_second") for size in LOADS],
-            step_percent=[-price(speeds, size, "step_ms") for size in LOADS],
-            fast_length=[round(speeds[False, size].length, 2) for size in LOADS],
-            exact_length=[round(speeds[True, size].length, 2) for size in LOADS],
-            last_choice=modes,
-        )
+def real_price(report: PartReport, pair: LoadedPair, options: argparse.Namespace) -> None:
+    """The shipped pair, with its own acceptance and with a forced one."""
+    requests = real_requests(pair, options, options.price_tokens)
+    asked = requests[: len(requests) // 2]  # greedy
+    random.Random(1).shuffle(asked)
+    price_load = PriceLoad(asked, {1: 16, 8: 32, 64: 128}, options.repeats)
+    draftings = chosen_draftings((NONE, Drafting("p-eagle", 7), *DRAFTINGS[-2:]), options)
+    measure_price(report, options.pair, pair, draftings, options.acceptance.split(","), price_load)
 
 
-def price(speeds: dict[tuple[bool, int], Speed], load_size: int, name: str) -> float:
-    """The percentage by which a figure of exact mode is smaller."""
-    fast, exact = (getattr(speeds[mode, load_size], name) for mode in (False, True))
-    return round(100 * (1 - exact / fast), 1)
+def shape_price(report: PartReport, pair: LoadedPair, options: argparse.Namespace) -> None:
+    """Random weights, whose drafts are accepted as those of a trained drafter would be."""
+    asked = random_requests(pair, 128, options.shape_tokens, seed=1)
+    price_load = PriceLoad(asked, {1: 2, 8: 16, 64: 128}, options.repeats)
+    default = DRAFTINGS if options.draftings else (NONE, Drafting("p-eagle", 7))
+    draftings = chosen_draftings(default, options)
+    measure_price(report, options.shape, pair, draftings, ["forced"], price_load)
 
 
 def main() -> None:
@@ -311,6 +215,9 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=0, help="requests alone; 0: all")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--shape-tokens", type=int, default=128)
+    parser.add_argument("--price-tokens", type=int, default=128, help="of an answer of `price`")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each mode")
+    parser.add_argument("--acceptance", default="natural,forced", help="of `price`")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draftings", default="", help="of `equal` and `price`; default: all")
     parser.add_argument("--no-fast", action="store_true", help="`equal` of exact mode only")
@@ -323,19 +230,14 @@ def main() -> None:
         if "equal" in parts:
             report.run("equal", lambda: equal_part(report, pair, options))
         if "price" in parts:
-            report.run("price", lambda: price_part(report, options.pair, pair, options, False))
+            report.run("price", lambda: real_price(report, pair, options))
         del pair
     if {"shape", "shape price"} & set(parts) and report.has_time:
         shaped = random_pair(options.shape, options.device, getattr(torch, options.dtype))
         if "shape" in parts:
             report.run("shape", lambda: shape_part(report, shaped, options))
         if "shape price" in parts:
-            report.run(
-                "shape price", lambda: price_part(report, options.shape, shaped, options, True)
-            )
-    print("\n== table")
-    for record in report.records:
-        print(record)
+            report.run("shape price", lambda: shape_price(report, shaped, options))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.exact_load import CONTEXT, SHAPE_PROMPT, Asked, Drafting, engine_of, measure
+from benchmarks.exact_engines import CONTEXT, SHAPE_PROMPT, Asked, Drafting, engine_of, measure
 from benchmarks.part_report import PartReport
 from peagle.bench.random_models import random_pair
 from peagle.engine import Engine

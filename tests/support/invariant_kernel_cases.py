@@ -32,7 +32,9 @@ PLANS = [
     AttentionPlan(4, 16, True, 4),
     AttentionPlan(4, 16, False, 4),
     AttentionPlan(8, 32, False, 4),
-    AttentionPlan(8, 32, True, 4),
+    AttentionPlan(8, 32, True, 4, early_values=True),
+    AttentionPlan(4, 16, False, 4, flat=True, num_stages=3),
+    AttentionPlan(8, 32, False, 4, flat=True),
 ]
 
 
@@ -268,6 +270,32 @@ def check_worked_example(rows: RowPass, lanes: tree_lanes.TreeLanes) -> None:
     assert lanes.rows[0, 0, 0, :48].tolist() == seen
 
 
+def check_one_page(first: int, tree: bool, device: str, dtype: torch.dtype) -> None:
+    """A block of keys in one page: it does not matter whether it is looked up once or by key."""
+    d, count, page_size = 16, 7, 128
+    pages = (first + count) // page_size + 1
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).int()[None].to(device)
+    caches = some(2, pages * page_size, 2, d).to(device, dtype)
+    query = some(count, 4, d, seed=4).to(device, dtype)
+    rows = replace(pass_of(table, first, count), page_size=page_size)
+    if tree:  # the parents - 0 0 1 2 2 4
+        rows.tree_masks = torch.tensor([1, 3, 5, 11, 21, 37, 85], device=device)
+        rows.positions = first + torch.tensor([0, 1, 1, 2, 2, 2, 3], device=device)
+    expected = paged_attention.reference(
+        query, caches[0], caches[1], rows, AttentionParams(d**-0.5)
+    )
+    plans = [
+        plan._replace(one_page=one_page, early_values=one_page)
+        for plan in PLANS[2::2]
+        for one_page in (False, True)
+    ]
+    with chained_products():
+        params = AttentionParams(d**-0.5)
+        results = [attend(query, caches, rows, params, plan) for plan in plans]
+    near(results[0], expected, 4)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 def check_rows_behind_the_pages(device: str, dtype: torch.dtype) -> None:
     """Rows whose window begins behind the last page see no key, and are written all the same."""
     d, count, first = 16, 11, 511
@@ -319,4 +347,7 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
     "exact trees, window that ends beside them": partial(check_trees, 1, 66, 3),
     "exact trees, in the last split and the first": partial(check_trees, 1, 509, None),
     "exact trees, first token": partial(check_trees, 1, 0, None),
+    "exact trees, more blocks of keys than splits": partial(check_trees, 1, 701, None),
+    "exact attention, a block of keys in one page": partial(check_one_page, 187, False),
+    "exact trees, a block of keys in one page": partial(check_one_page, 253, True),
 }

@@ -39,6 +39,7 @@ class KeySizes(NamedTuple):
     PAGE_SIZE: Any
     BLOCK_KEYS: Any
     BLOCK_D: Any
+    ONE_PAGE: Any  # A block of keys lies in one page.
 
 
 if triton is not None:
@@ -103,10 +104,17 @@ if triton is not None:
     @triton.jit
     def load_slots(keys, start, sizes):  # type: ignore[no-untyped-def]
         """[keys]: where the keys from `start` on are stored."""
-        key_position = start + tl.arange(0, sizes.BLOCK_KEYS)
-        in_range = key_position < keys.end
-        page = tl.load(keys.table_ptr + key_position // sizes.PAGE_SIZE, mask=in_range, other=0)
-        return page.to(tl.int64) * sizes.PAGE_SIZE + key_position % sizes.PAGE_SIZE
+        key = tl.arange(0, sizes.BLOCK_KEYS)
+        if sizes.ONE_PAGE:
+            page_ptr = keys.table_ptr + start // sizes.PAGE_SIZE
+            page = tl.load(page_ptr, mask=start < keys.end, other=0)
+            slot = page.to(tl.int64) * sizes.PAGE_SIZE + start % sizes.PAGE_SIZE + key
+        else:
+            position = start + key
+            in_range = position < keys.end
+            page = tl.load(keys.table_ptr + position // sizes.PAGE_SIZE, mask=in_range, other=0)
+            slot = page.to(tl.int64) * sizes.PAGE_SIZE + position % sizes.PAGE_SIZE
+        return slot
 
     @triton.jit
     def _load_keys(head_ptr, stride_slot, slot, in_range, sizes):  # type: ignore[no-untyped-def]
@@ -126,19 +134,27 @@ if triton is not None:
 
     @triton.jit
     def attend_block(  # type: ignore[no-untyped-def]
-        q, keys, start, slot, rows, scale, acc, max_score, total, sizes
+        q, keys, start, slot, rows, scale, acc, max_score, total, sizes, EARLY_VALUES: tl.constexpr
     ):
-        """The online softmax over the keys from `start` on, which are stored in `slot`."""
+        """The online softmax over the keys from `start` on, which are stored in `slot`.
+
+        EARLY_VALUES: load values with the keys, not behind the scores. Loops load both ahead.
+        """
         key_position = start + tl.arange(0, sizes.BLOCK_KEYS)
         in_range = key_position < keys.end
         k = _load_keys(keys.keys_ptr, keys.stride_k_slot, slot, in_range, sizes)
+        if EARLY_VALUES:
+            v = _load_keys(keys.values_ptr, keys.stride_v_slot, slot, in_range, sizes)
+            # Changes nothing, but Triton would wait for the keys before it loads the values.
+            k = tl.where(in_range[:, None], k, 0.0)
         visible = key_position[None, :] > rows.position[:, None] - rows.window
         visible = visible & (key_position[None, :] <= rows.position[:, None]) & in_range[None, :]
         scores = _visible_scores(q, k, scale, visible)
         new_max = tl.maximum(max_score, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
         rescale = tl.exp2(max_score - new_max)
-        v = _load_keys(keys.values_ptr, keys.stride_v_slot, slot, in_range, sizes)
+        if not EARLY_VALUES:
+            v = _load_keys(keys.values_ptr, keys.stride_v_slot, slot, in_range, sizes)
         weights = weights.to(v.dtype)
         acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
         total = total * rescale + _fixed_sum(weights).to(tl.float32) / _WEIGHT_UNIT
@@ -163,9 +179,49 @@ if triton is not None:
         for start in range(first_block * sizes.BLOCK_KEYS, end_key, SPLITS * sizes.BLOCK_KEYS):
             slot = load_slots(keys, start, sizes)
             acc, max_score, total = attend_block(
-                q, keys, start, slot, rows, scale, acc, max_score, total, sizes
+                q, keys, start, slot, rows, scale, acc, max_score, total, sizes, False
             )
         return acc, max_score, total
+
+    @triton.jit
+    def attend_run(  # type: ignore[no-untyped-def]
+        q,
+        keys,
+        low_block,
+        block,
+        count,
+        blocks,
+        rows,
+        scale,
+        acc,
+        max_score,
+        total,
+        merged,
+        merged_max,
+        merged_total,
+        SPLITS: tl.constexpr,
+        sizes,
+    ):
+        """`count` of the `blocks`, split after split, from `block` on; returns the next one, too.
+
+        One loop, so that loads run ahead. What came before the first block of a split is merged.
+        """
+        for _ in range(count):
+            if block < SPLITS and block > 0:  # the first block of its split
+                merged, merged_max, merged_total = merge_split(
+                    merged, merged_max, merged_total, acc, max_score, total
+                )
+                max_score = tl.full(max_score.shape, _UNSEEN_SCORE, tl.float32)
+                total = tl.zeros_like(total)
+                acc = tl.zeros_like(acc)
+            start = (low_block + block) * sizes.BLOCK_KEYS
+            slot = load_slots(keys, start, sizes)
+            acc, max_score, total = attend_block(
+                q, keys, start, slot, rows, scale, acc, max_score, total, sizes, False
+            )
+            following = block + SPLITS
+            block = tl.where(following < blocks, following, block % SPLITS + 1)
+        return block, acc, max_score, total, merged, merged_max, merged_total
 
     @triton.jit
     def attend_blocks(  # type: ignore[no-untyped-def]
@@ -184,21 +240,24 @@ if triton is not None:
         SPLITS: tl.constexpr,
         sizes,
     ):
-        """All blocks, split after split, merged; one loop, so that loads run ahead."""
+        """All blocks, split after split, merged."""
         block = 0
-        for _ in range(blocks):
-            if block < SPLITS and block > 0:  # the first block of its split
-                merged, merged_max, merged_total = merge_split(
-                    merged, merged_max, merged_total, acc, max_score, total
-                )
-                max_score = tl.full(max_score.shape, _UNSEEN_SCORE, tl.float32)
-                total = tl.zeros_like(total)
-                acc = tl.zeros_like(acc)
-            start = (low_block + block) * sizes.BLOCK_KEYS
-            slot = load_slots(keys, start, sizes)
-            acc, max_score, total = attend_block(
-                q, keys, start, slot, rows, scale, acc, max_score, total, sizes
-            )
-            following = block + SPLITS
-            block = tl.where(following < blocks, following, block % SPLITS + 1)
+        block, acc, max_score, total, merged, merged_max, merged_total = attend_run(
+            q,
+            keys,
+            low_block,
+            block,
+            blocks,
+            blocks,
+            rows,
+            scale,
+            acc,
+            max_score,
+            total,
+            merged,
+            merged_max,
+            merged_total,
+            SPLITS,
+            sizes,
+        )
         return merge_split(merged, merged_max, merged_total, acc, max_score, total)

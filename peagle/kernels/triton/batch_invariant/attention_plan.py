@@ -31,6 +31,11 @@ class AttentionPlan(NamedTuple):
     parallel: bool  # a program for each split
     num_warps: int = 8
     tail_lanes: int = TAIL_LANES
+    flat: bool = False  # for trees: one loop over the blocks in front of the tail
+    one_page: bool = False  # Look up one page for a block of keys, where it lies in one.
+    early_values: bool = False  # of the first block of a parallel split, with its keys
+    num_stages: int = 0  # of loops that load ahead; 0: by the number of queries
+    max_registers: int = 0  # of a thread: the fewer, the more programs fit; 0: no limit
 
 
 def plan_attention(
@@ -81,26 +86,34 @@ def block_keys(d: int) -> int:
 
 
 def block_sizes(
-    out: Tensor, kv_heads: int, plan: AttentionPlan, lanes: LaneSizes | None
-) -> dict[str, int | bool]:
+    out: Tensor, kv_heads: int, plan: AttentionPlan, lanes: LaneSizes | None, page_size: int
+) -> dict[str, int | bool | None]:
     """`lanes`: those of a tree."""
     heads, d = out.shape[1:]
+    stages = plan.num_stages or (3 if plan.block_queries == 64 and lanes is None else 2)
+    limits = {"maxnreg": plan.max_registers} if plan.max_registers else {}
     return {
         "HEADS": heads,
         "GROUP": heads // kv_heads,
         "D": d,
+        "PAGE_SIZE": page_size,
+        "ONE_PAGE": plan.one_page and page_size % block_keys(d) == 0,
+        "EARLY_VALUES": plan.early_values,
         "PARALLEL": plan.parallel,
+        "FLAT": plan.flat,
         "TREE": lanes is not None,
         "TAIL_BLOCKS": lanes.key_blocks if lanes else 0,
         "LANE_CAPACITY": lanes.capacity if lanes else 0,
         "BLOCK_LANES": lanes.tile if lanes else 0,
         "LOOP_LANES": min(lanes.tile, LOOP_LANES) if lanes else 0,
+        "TAIL_STAGES": 1 if plan.max_registers else None,
         "BLOCK_ROWS": plan.block_rows,
         "BLOCK_QUERIES": plan.block_queries,
         "BLOCK_KEYS": block_keys(d),
         "BLOCK_D": max(16, triton.next_power_of_2(d)),
         "num_warps": plan.num_warps,
-        "num_stages": 3 if plan.block_queries == 64 and lanes is None else 2,
+        "num_stages": stages,
+        **limits,
     }
 
 

@@ -139,11 +139,10 @@ def launch_attention(
         *value_cache.stride()[:2],
         rows.page_tables.stride(0),
         *out.stride()[:2],
-        PAGE_SIZE=rows.page_size,
         SINKS=params.sinks is not None,
         SPLITS=KEY_SPLITS,
         **rotation_arguments(rotation, rows),
-        **block_sizes(out, kv_heads, plan, sizes),
+        **block_sizes(out, kv_heads, plan, sizes, rows.page_size),
         enable_fp_fusion=False,  # The merges of both kinds of programs must round alike.
         **launch_options(out),
     )

@@ -39,6 +39,7 @@ class TailSizes(NamedTuple):
     BLOCK_LANES: Any  # that are read at once, where they are all
     LOOP_LANES: Any  # that are read at once otherwise
     CAPACITY: Any
+    STAGES: Any  # of the loops over tiles; 1: they load nothing ahead; None: as other loops
 
 
 if triton is not None:
@@ -95,14 +96,14 @@ if triton is not None:
     ):
         """The largest scores of all tiles first, then their weights."""
         new_max = max_score
-        for start in range(0, count, sizes.LOOP_LANES):
+        for start in tl.range(0, count, sizes.LOOP_LANES, num_stages=sizes.STAGES):
             lanes = load_lanes(table, block, start, sizes.LOOP_LANES, True, sizes)
             k = _load_slots(keys.keys_ptr, keys.stride_k_slot, lanes[0], sizes)
             new_max = tl.maximum(new_max, tl.max(_lane_scores(q, k, lanes, rows, scale), 1))
         rescale = tl.exp2(max_score - new_max)
         acc = acc * rescale[:, None]
         units = tl.zeros_like(max_score).to(tl.int32)
-        for start in range(0, count, sizes.LOOP_LANES):
+        for start in tl.range(0, count, sizes.LOOP_LANES, num_stages=sizes.STAGES):
             lanes = load_lanes(table, block, start, sizes.LOOP_LANES, True, sizes)
             k = _load_slots(keys.keys_ptr, keys.stride_k_slot, lanes[0], sizes)
             scores = _lane_scores(q, k, lanes, rows, scale)
