@@ -71,6 +71,9 @@ class Job:
     rungs: tuple[str, ...] = ()
     rung_seconds: float = 60.0  # of each rung's training
     temperature: float = 0.7  # of short answers
+    rung_steps: int = 0  # of each rung's training; 0: rung_seconds
+    eagle3_seconds: float = 0.0  # of EAGLE-3's training; 0: what is left
+    windows: tuple[int, ...] = ()  # of the drafter, measured in long contexts; 0: none
 
     @property
     def left(self) -> float:

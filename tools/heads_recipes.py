@@ -125,7 +125,7 @@ RECIPES = {
 }
 DEFAULT_PAIR = "smollm2-135m"
 
-# Changes of the P-EAGLE recipe that are compared under equal training.
+# Changes of the P-EAGLE recipe, or of that of another method, compared under equal training.
 RUNGS: dict[str, dict[str, Any]] = {
     "base": {},
     "on-policy": {"on_policy": 0.8},
@@ -138,6 +138,11 @@ RUNGS: dict[str, dict[str, Any]] = {
     "tvmix": {"loss": "tvmix", "mix": 0.95},
     "depth-weight": {"depth_weight": 0.8},
     "all": {"on_policy": 0.8, "convolution": True, "depth_weight": 0.8},
+    # Why EAGLE-3 falls behind on Qwen2.5-Coder-0.5B, which has 24 layers.
+    "eagle3": {"method": "eagle3"},
+    "eagle3-norms": {"method": "eagle3", "fc_norm": True},
+    "eagle3-late-tap": {"method": "eagle3", "aux_layer_ids": (2, 12, 23)},
+    "eagle3-two-layers": {"method": "eagle3", "layers": 2, "intermediate_size": 256},
 }
 
 

@@ -1,4 +1,4 @@
-"""Rungs: changes of the P-EAGLE recipe, trained in turn on the same documents for equal minutes.
+"""Rungs: changes of the P-EAGLE recipe, trained in turn on the same documents, equally long.
 
 `tools.train_heads run --stages answers,rungs` trains them. OUT/rungs/NAME holds the run of a rung,
 OUT/rungs/NAME.json its record. A rung that has a record is not repeated, and one that was cut off
@@ -33,7 +33,7 @@ MEASURE_SECONDS = 12.0
 RECORDS_FILE = "rungs.json"
 LONG = "context-"  # sets of long prompts: chains only, not in the table
 
-NewConfig = Callable[[str, dict[str, Any], float], TrainConfig]  # name, changes, minutes
+NewConfig = Callable[[str, dict[str, Any]], TrainConfig]  # name, changes
 NewLog = Callable[[TrainRun], Progress]
 
 
@@ -56,11 +56,11 @@ def train_missing_rungs(
     for name in job.rungs:
         if record_file(job, name).is_file():
             continue
-        if job.left < job.rung_seconds + RUNG_OVERHEAD_SECONDS and not resumable(job, name):
+        if job.left < planned_seconds(job) + RUNG_OVERHEAD_SECONDS and not resumable(job, name):
             print(f"{name}: no time left; run again", flush=True)
             continue
         with stage(f"rung {name}"):
-            config = new_config(name, RUNGS[name], job.rung_seconds / 60)
+            config = new_config(name, rung_changes(name))
             run = TrainRun(config, ignore, run)
             try:
                 if not run.train(new_log(run), print, max(1.0, job.left - MEASURE_SECONDS)):
@@ -71,6 +71,17 @@ def train_missing_rungs(
                 print(f"{name}: failed: {error}", flush=True)
         gc.collect()
         torch._dynamo.reset_code_state()  # Forget the recorded shapes; compiled code stays.
+
+
+def planned_seconds(job: Job) -> float:
+    """Of a training; unknown for a number of steps."""
+    return 0.0 if job.rung_steps else job.rung_seconds
+
+
+def rung_changes(name: str) -> dict[str, Any]:
+    """Of the recipe; NAME@SEED is a rung with another seed."""
+    rung, _, seed = name.partition("@")
+    return RUNGS[rung] | ({"seed": int(seed)} if seed else {})
 
 
 def record_file(job: Job, name: str) -> Path:
@@ -93,7 +104,7 @@ def rung_record(
     drafter = checkpoint.load(folder, run.target, torch.float32)
     replay = new_replay(drafter, trainer.features.uncached())
     record: dict[str, Any] = {
-        "settings": RUNGS[name],
+        "settings": rung_changes(name),
         "steps": trainer.step,
         "target_tokens": trainer.tokens,
         "seconds": round(trainer.seconds, 1),
@@ -104,7 +115,7 @@ def rung_record(
     for key, documents in answers.items():
         steps = replay.chain_steps(documents, [K])[K]
         record["chain"][key] = answer_counts(steps, documents).tolist()
-        if key.startswith(LONG):
+        if key.startswith(LONG) or run.config.method != "p-eagle":
             continue
         chosen = some_answers(documents)
         tree_steps = replay.tree_steps(chosen, [TREE])[TREE]
@@ -113,35 +124,46 @@ def rung_record(
 
 
 def read_records(job: Job) -> dict[str, dict[str, Any]]:
-    files = {name: record_file(job, name) for name in RUNGS}
-    return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+    """All records of OUT, also those of other commands: in the order of RUNGS, then by seed."""
+    names = [file.stem for file in (job.out / "rungs").glob("*.json")]
+    order = list(RUNGS)
+    names.sort(key=lambda name: (order.index(name.partition("@")[0]), name))
+    return {name: json.loads(record_file(job, name).read_text()) for name in names}
 
 
 def rung_table(records: dict[str, dict[str, Any]]) -> str:
     """Acceptance lengths of chains and trees on the validation answers and on the other sets.
 
-    Changes are against the first rung, with the standard error of a bootstrap over answers.
+    Changes are against the first rung of the method, with the standard error of a bootstrap over
+    answers. EAGLE-3 drafts no trees.
     """
     lines = [
         f"| rung | steps | seconds | validation K={K} | change | tree 31 | change |"
         f" sets K={K} | tree 31 |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    base = next(iter(records.values()), None)
+    bases: dict[str, dict[str, Any]] = {}  # by method
     for name, record in records.items():
-        assert base is not None
+        base = bases.setdefault(record["settings"].get("method", "p-eagle"), record)
         cells = [name, f"{record['steps']:,}", f"{record['seconds']:.0f}"]
         for kind in ("chain", "tree"):
-            counts = set_counts(record, kind, validation=True)
-            first = set_counts(base, kind, validation=True)
-            change = mean_length(counts) / mean_length(first) - 1
-            error = standard_error(counts, first)
-            cells += [f"{mean_length(counts):.3f}", f"{change:+.1%} ± {error:.1%}"]
+            cells += validation_cells(record, base, kind)
         for kind in ("chain", "tree"):
             counts = set_counts(record, kind, validation=False)
             cells.append(f"{mean_length(counts):.3f}" if counts else "–")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def validation_cells(record: dict[str, Any], base: dict[str, Any], kind: str) -> list[str]:
+    """The length on validation answers, and its change."""
+    counts = set_counts(record, kind, validation=True)
+    first = set_counts(base, kind, validation=True)
+    if not counts or not first:
+        return ["–", "–"]
+    change = mean_length(counts) / mean_length(first) - 1
+    error = standard_error(counts, first)
+    return [f"{mean_length(counts):.3f}", f"{change:+.1%} ± {error:.1%}"]
 
 
 def set_counts(record: dict[str, Any], kind: str, validation: bool) -> dict[str, np.ndarray]:

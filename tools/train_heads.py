@@ -18,6 +18,10 @@ The seconds of each stage are options. In one run: the defaults. In two, for lon
 recipe in turn, each for as many seconds, and prints their acceptance lengths (heads_rungs.py):
 
     python -m tools.train_heads run ... --stages answers,rungs --rungs base,tree --rung-seconds 60
+
+The stage `bench` only writes the target's answers to what is measured, for later commands.
+`--rung-steps` trains for equal steps instead, also where several of these commands share a GPU and
+an OUT folder. NAME@SEED is the rung NAME with another seed.
 """
 
 import argparse
@@ -37,6 +41,7 @@ import torch
 
 from peagle.core import Method
 from peagle.data.records import ignore
+from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint, compact
 from peagle.errors import UserError
 from peagle.evaluate.offline_acceptance import new_extractor
@@ -45,15 +50,16 @@ from peagle.paths import write_bytes, write_json
 from peagle.target import Target
 from peagle.train.config import TrainConfig, read_config
 from peagle.train.data.documents import Documents
+from peagle.train.features.features import FeatureSource
 from peagle.train.publish import publish
 from peagle.train.records import StepRecord
 from peagle.train.run import TrainRun
 from tools.heads_data import SMALL, Job, Size, bench_answers, prepare, stage, write_answers
 from tools.heads_measure import K, measure_set, new_replay
 from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS, stored_format
-from tools.heads_rungs import train_rungs
+from tools.heads_rungs import LONG, train_rungs
 
-STAGES = ("answers", "p-eagle", "eagle3", "measure", "rungs")
+STAGES = ("bench", "answers", "p-eagle", "eagle3", "measure", "rungs")
 DEFAULT_STAGES = "answers,p-eagle,eagle3,measure"
 MEASURE_SECONDS = 45.0  # left for the last stage
 OVERHEAD_SECONDS = 75.0  # for reading, compiling and publishing
@@ -78,9 +84,10 @@ def training_config(job: Job, method: Method, minutes: float, steps: int) -> Tra
     return read_config(None, settings | job.changes)
 
 
-def rung_config(job: Job, name: str, changes: dict[str, Any], minutes: float) -> TrainConfig:
-    """The P-EAGLE recipe with the changes of a rung; `--set` changes all rungs."""
-    base = training_config(job, "p-eagle", minutes, 0)
+def rung_config(job: Job, name: str, changes: dict[str, Any]) -> TrainConfig:
+    """The recipe of P-EAGLE, or of the rung's method, with its changes; `--set` changes all."""
+    minutes = 0.0 if job.rung_steps else job.rung_seconds / 60
+    base = training_config(job, changes.get("method", "p-eagle"), minutes, job.rung_steps)
     return read_config(None, asdict(base) | changes | {"out": str(job.out / "rungs" / name)})
 
 
@@ -193,9 +200,19 @@ def train_heads(job: Job) -> TrainRun | None:
     if "eagle3" in job.stages and not (job.out / "eagle3" / "published").is_dir():
         with stage("EAGLE-3"):
             left = job.left - overhead - (MEASURE_SECONDS if "measure" in job.stages else 0)
-            steps = json.loads((job.out / "training-p-eagle.json").read_text())["steps"]
-            run = train_head(job, "eagle3", max(MIN_TRAINING_SECONDS, left) / 60, steps, run)
+            seconds = job.eagle3_seconds or max(MIN_TRAINING_SECONDS, left)
+            run = train_head(job, "eagle3", seconds / 60, p_eagle_steps(job), run)
     return run
+
+
+def p_eagle_steps(job: Job) -> int:
+    """The steps of P-EAGLE's training; 0, which is no limit, if EAGLE-3 has seconds of its own."""
+    if job.eagle3_seconds:
+        return 0
+    record = job.out / "training-p-eagle.json"
+    if not record.is_file():
+        raise UserError("P-EAGLE is not trained: add the stage p-eagle, or give --eagle3 seconds")
+    return int(json.loads(record.read_text())["steps"])
 
 
 def measure(job: Job, target: Target, run: TrainRun | None, answers: dict[str, Documents]) -> None:
@@ -210,13 +227,33 @@ def measure(job: Job, target: Target, run: TrainRun | None, answers: dict[str, D
             if job.left < 3 or (tree and "p-eagle" not in name) or not folder.is_dir():
                 continue
             drafter = checkpoint.load(folder, target, torch.float32)
-            features = features or new_extractor(drafter, target)
+            if features is None or features.aux_layer_ids != drafter.config.aux_layer_ids:
+                features = new_extractor(drafter, target)
             replay = new_replay(drafter, features)
             for key, documents in answers.items():
                 record = records.setdefault(name, {}).setdefault(key, {})
                 record |= measure_set(replay, documents, tree)
+            if not tree:
+                measure_windows(job, drafter, features, answers, name, records)
             write_json(job.files / "measured.json", records)
             print(name, json.dumps(records[name]), flush=True)
+
+
+def measure_windows(
+    job: Job,
+    drafter: Drafter,
+    features: FeatureSource,
+    answers: dict[str, Documents],
+    name: str,
+    records: dict[str, Any],
+) -> None:
+    """The acceptance of a head in long contexts with other sliding windows; 0: with none."""
+    for window in job.windows:
+        replay = new_replay(drafter.with_window(window or None), features)
+        for key, documents in answers.items():
+            if key.startswith(LONG) and job.left > 3:
+                record = records.setdefault(f"{name}, window {window}", {}).setdefault(key, {})
+                record |= measure_set(replay, documents, tree=False)
 
 
 def run_job(job: Job) -> None:
@@ -225,7 +262,7 @@ def run_job(job: Job) -> None:
     answers = {}
     with stage("loading"):
         target = load(job.recipe.settings["target"], stored=False).target
-    if {"measure", "rungs"} & set(job.stages):
+    if {"bench", "measure", "rungs"} & set(job.stages):
         with stage("answers to benchmark sets"):
             answers = bench_answers(job, target)
     if "answers" in job.stages:
@@ -247,7 +284,7 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
     if options.pair not in RECIPES:
         raise UserError(f"no recipe for {options.pair}: use one of {', '.join(RECIPES)}")
     rungs = tuple(options.rungs.split(","))
-    if unknown := set(rungs) - set(RUNGS):
+    if unknown := {rung.partition("@")[0] for rung in rungs} - set(RUNGS):
         raise UserError(f"unknown rung {unknown.pop()}: use some of {', '.join(RUNGS)}")
     seconds = [float(word) for word in options.answers.split(",")]
     changes = [word.partition("=") for word in options.set]
@@ -270,6 +307,9 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
         rungs,
         options.rung_seconds,
         options.temperature,
+        options.rung_steps,
+        options.eagle3,
+        tuple(int(word) for word in options.windows.split(",") if word),
     )
 
 
@@ -290,10 +330,19 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     )
     running.add_argument("--temperature", type=float, default=0.7, help="of short answers")
     running.add_argument("--p-eagle", type=float, default=85.0, help="seconds of its training")
+    running.add_argument(
+        "--eagle3", type=float, default=0.0, help="seconds of its training; 0: what is left"
+    )
+    running.add_argument(
+        "--windows", default="", help="sliding windows that are measured too; 0: none"
+    )
     running.add_argument("--pair", default=DEFAULT_PAIR, help=", ".join(RECIPES))
     running.add_argument("--stages", default=DEFAULT_STAGES, help=", ".join(STAGES))
     running.add_argument("--rungs", default="base,on-policy,tree,convolution")
     running.add_argument("--rung-seconds", type=float, default=60.0, help="of each training")
+    running.add_argument(
+        "--rung-steps", type=int, default=0, help="of each training, instead of seconds"
+    )
     running.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     running.add_argument("--small", action="store_true", help="a trial with a few prompts")
     running.add_argument("--tasks", type=int, help="of each set that is measured")

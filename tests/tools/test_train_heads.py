@@ -19,6 +19,7 @@ from tools import heads_data, train_heads
 from tools.heads_data import Size
 from tools.heads_measure import answer_counts
 from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS, Recipe, stored_bytes
+from tools.heads_rungs import rung_table
 
 TINY = Size(
     prompts=24,
@@ -141,7 +142,7 @@ def test_rungs_in_two_runs(
     assert all(r["steps"] > 0 for r in records.values())
     table = capsys.readouterr().out.splitlines()
     assert table[-2].startswith("| refine |") and "validation K=7" in table[-8]
-    assert checkpoint.read(out / "rungs" / "tree" / "int8").config.trained
+    assert checkpoint.read(out / "rungs" / "tree" / "stored").config.trained
 
 
 def train_rungs(place: Path, prompts: Path, out: Path, rungs: str) -> int:
@@ -194,6 +195,47 @@ def test_rungs_without_time(place: Path, tiny: None, tmp_path: Path, capsys) -> 
     assert train_heads.main([*words, "--seconds", "1"]) == 0
     assert "base: no time left; run again" in capsys.readouterr().out
     assert not list((tmp_path / "rungs").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_rungs_of_equal_steps_and_another_method(place: Path, tiny: None, tmp_path: Path) -> None:
+    """Two commands share a folder; EAGLE-3 alone, and other windows in long contexts."""
+    prompts, out = place / "prompts-7", tmp_path / "out"
+    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
+    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    words += ["--answers", "9,0,9"]
+    assert train_heads.main([*words, "--stages", "bench,answers"]) == 0
+    assert not (out / "rungs").exists() and not (out / "eagle3").exists()
+    steps = ["--stages", "rungs", "--rung-steps", "2"]
+    assert train_heads.main([*words, *steps, "--rungs", "eagle3"]) == 0
+    assert train_heads.main([*words, *steps, "--rungs", "base,base@3"]) == 0
+    records = json.loads((out / "files" / "rungs.json").read_text())
+    assert list(records) == ["base", "base@3", "eagle3"]
+    assert {record["steps"] for record in records.values()} == {2}
+    assert records["base@3"]["settings"] == {"seed": 3} and not records["eagle3"]["tree"]
+    more = ["--stages", "eagle3,measure", "--eagle3", "0.5", "--windows", "64,0"]
+    assert train_heads.main([*words, *more]) == 0
+    measured = json.loads((out / "files" / "measured.json").read_text())
+    assert set(measured["new eagle3, window 0"]) == {"context-40", "context-60"}
+
+
+def test_eagle3_without_p_eagle(place: Path, tiny: None, tmp_path: Path, capsys) -> None:
+    words = ["run", "--prompts", "p", "--bench", "b", "--out", str(tmp_path)]
+    assert train_heads.main([*words, "--stages", "eagle3"]) == 2
+    assert "give --eagle3 seconds" in capsys.readouterr().err
+
+
+def test_table_of_two_methods() -> None:
+    """Changes are against the first rung of the method; EAGLE-3 has no trees."""
+    counts = {"validation": [[10, 20], [10, 20]], "gsm8k": [[10, 10]]}
+    better = {"validation": [[10, 25], [10, 20]], "gsm8k": [[10, 10]]}
+    record = {"steps": 2, "seconds": 1.0, "settings": {}, "chain": counts, "tree": counts}
+    other = record | {"settings": {"method": "eagle3"}, "tree": {}}
+    table = rung_table({"base": record, "eagle3": other, "eagle3-norms": other | {"chain": better}})
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert rows[0][4].startswith("+0.0%") and rows[0][5] == "3.000"
+    assert rows[1][4].startswith("+0.0%") and rows[1][5:7] == ["–", "–"]
+    assert rows[2][3] == "3.250" and rows[2][4].startswith("+8.3%")
 
 
 def test_counts_of_answers() -> None:
