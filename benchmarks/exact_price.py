@@ -76,6 +76,7 @@ class PriceCell:
     price: str  # the pair
     drafting: str
     acceptance: str  # natural or forced
+    exact_mode: str | None  # "one by one": steps cannot be compared, for they have one request
     requests: int  # at a time
     repeats: int
     fast: ModeFigures
@@ -90,12 +91,17 @@ class PriceCell:
             f" tokens/s {fast.tokens_per_second} -> {exact.tokens_per_second},"
             f" {self.percent} % fewer;"
             f" step {fast.step_ms} -> {exact.step_ms} ms, {self.step_percent} % longer;"
-            f" length {fast.length} -> {exact.length}; {self.repeats} runs"
+            f" length {fast.length} -> {exact.length}; {self.repeats} runs, {self.exact_mode}"
         )
 
 
 def price_cell(
-    name: str, drafting: Drafting, forced: bool, requests: int, runs: Sequence[tuple[Speed, Speed]]
+    name: str,
+    drafting: Drafting,
+    forced: bool,
+    exact_mode: str | None,
+    requests: int,
+    runs: Sequence[tuple[Speed, Speed]],
 ) -> PriceCell:
     """`runs`: pairs of a run of the fast mode and the run of exact mode behind it."""
     fewer = [100 * (1 - e.tokens_per_second / f.tokens_per_second) for f, e in runs]
@@ -104,6 +110,7 @@ def price_cell(
         name,
         drafting.name,
         "forced" if forced else "natural",
+        exact_mode,
         requests,
         len(runs),
         ModeFigures.of([fast for fast, _ in runs]),
@@ -164,7 +171,8 @@ def measure_drafting(
             if not report.has_time:
                 break
             runs = alternate(engines, load, concurrency, lambda: report.has_time)
-            cells.append(price_cell(name, drafting, forced, concurrency, runs))
+            mode = engines[1].exact_mode
+            cells.append(price_cell(name, drafting, forced, mode, concurrency, runs))
             report.add(**asdict(cells[-1]))
     gc.collect()  # The next engines need the memory.
     return cells

@@ -27,7 +27,7 @@ def test_percentages_are_those_of_neighboring_runs() -> None:
         (Speed(1000, 2.0, 1.0, 7), Speed(900, 2.0, 1.1, 7)),
         (Speed(500, 2.0, 2.0, 7), Speed(460, 2.0, 2.16, 7)),
     ]
-    cell = price_cell("tiny", NONE, False, 8, runs)
+    cell = price_cell("tiny", NONE, False, "batched", 8, runs)
     assert (cell.percent.low, cell.percent.high) == (8.0, 10.0)
     assert (cell.step_percent.low, cell.step_percent.high) == (8.0, 10.0)
     assert cell.fast.tokens_per_second.median == 750
@@ -50,6 +50,7 @@ def test_forced_acceptance_is_equal_in_both_modes(
     ]
     assert len(kinds) == len(set(kinds)) == 2 * (1 + 2 * 2), "`none` has nothing to force"
     for cell in cells:
+        assert cell["exact_mode"] == "batched"
         assert cell["repeats"] == 2 and cell["exact"]["step_ms"]["low"] > 0
         if cell["acceptance"] == "forced":
             assert cell["fast"]["length"] == cell["exact"]["length"] > 2
