@@ -10,7 +10,6 @@ A pass is requests x rows of each, `t` for trees. Variants change the chosen pla
     s1, s3  stages of loops; s1: they load nothing ahead
     w4, w8  warps
     even    programs for all splits, whose blocks have about as many rows
-    flat    they run over the blocks in front of a tree in one loop
     r168    so few registers that three programs of 128 threads share a multiprocessor; r128: four
 
 `us` is the median over rounds in which all variants take turns. `differing` names those with other
@@ -27,7 +26,7 @@ from benchmarks.exact_attention_times import Pass, TimedPass
 from benchmarks.exact_kernels import DEVICE, clear_cached, microseconds
 from benchmarks.exact_trees import TimedTrees
 from benchmarks.part_report import PartReport
-from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
+from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, even_rows
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 
 REGISTERS_OF_3 = 168  # of a thread, for three programs of 4 warps on a multiprocessor
@@ -39,17 +38,14 @@ def parse_pass(word: str, context: int) -> Pass:
     return Pass(int(requests), int(rows), context, word.endswith("t"))
 
 
-def even_rows(max_rows: int, most: int) -> int:
-    """Rows of a block, so that no block has many fewer: of 32 rows, 16 and 16 instead of 21, 11."""
-    return -(-max_rows // -(-max_rows // most))
-
-
 def variants(chosen: AttentionPlan, size: Pass, group: int) -> dict[str, AttentionPlan]:
-    early = chosen._replace(early_values=True)
+    plain = chosen._replace(one_page=False, early_values=False, num_stages=0, max_registers=0)
+    early = plain._replace(early_values=True)
     both = early._replace(one_page=True)
     other = {8: 4, 4: 8}[chosen.num_warps]
     own = {
-        "page": chosen._replace(one_page=True),
+        "plain": plain,
+        "page": plain._replace(one_page=True),
         "early": early,
         "early page": both,
         "early page s1": both._replace(num_stages=1),
@@ -63,15 +59,13 @@ def variants(chosen: AttentionPlan, size: Pass, group: int) -> dict[str, Attenti
 
 def plans_of_all_splits(max_rows: int, queries: int, group: int) -> dict[str, AttentionPlan]:
     """Programs that run over all splits of a tree's keys."""
-    nested = AttentionPlan(even_rows(max_rows, queries // group), queries, False, 4, 64)
-    flat = nested._replace(flat=True, one_page=True)
+    even = AttentionPlan(even_rows(max_rows, queries // group), queries, False, 4, 64)
     limit = REGISTERS_OF_3 if queries == 64 else REGISTERS_OF_4
     return {
-        f"{queries} even": nested,
-        f"{queries} even r{limit}": nested._replace(max_registers=limit),
-        f"{queries} flat page": flat,
-        f"{queries} flat page s3": flat._replace(num_stages=3),
-        f"{queries} flat page r{limit}": flat._replace(max_registers=limit),
+        f"{queries} even": even,
+        f"{queries} even page": even._replace(one_page=True),
+        f"{queries} even r{limit}": even._replace(max_registers=limit),
+        f"{queries} even page r{limit}": even._replace(one_page=True, max_registers=limit),
     }
 
 

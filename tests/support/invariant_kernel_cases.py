@@ -33,8 +33,7 @@ PLANS = [
     AttentionPlan(4, 16, False, 4),
     AttentionPlan(8, 32, False, 4),
     AttentionPlan(8, 32, True, 4, early_values=True),
-    AttentionPlan(4, 16, False, 4, flat=True, num_stages=3),
-    AttentionPlan(8, 32, False, 4, flat=True),
+    AttentionPlan(4, 16, True, 8, one_page=True, early_values=True, num_stages=1),
 ]
 
 

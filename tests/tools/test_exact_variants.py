@@ -1,8 +1,8 @@
 """benchmarks/exact_variants.py: what it compares."""
 
 from benchmarks.exact_attention_times import Pass
-from benchmarks.exact_variants import even_rows, parse_pass, variants
-from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan
+from benchmarks.exact_variants import parse_pass, variants
+from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, even_rows
 
 
 def test_passes() -> None:
@@ -17,7 +17,8 @@ def test_rows_are_spread_evenly() -> None:
 def test_variants_of_a_tree_fill_their_blocks() -> None:
     chosen = AttentionPlan(21, 64, False, 4, 64)
     plans = variants(chosen, Pass(64, 32, 395, True), group=3)
-    best = AttentionPlan(16, 64, False, 4, 64, flat=True, one_page=True, max_registers=168)
-    assert plans["64 flat page r168"] == best
+    limited = AttentionPlan(16, 64, False, 4, 64, max_registers=168)
+    assert plans["64 even r168"] == limited
+    assert plans["64 even page r168"] == limited._replace(one_page=True)
     assert all(3 * plan.block_rows <= plan.block_queries for plan in plans.values())
     assert "early page w4" in variants(AttentionPlan(5, 16, True, 8), Pass(1, 1, 395), group=3)

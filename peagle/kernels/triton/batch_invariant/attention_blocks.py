@@ -184,46 +184,6 @@ if triton is not None:
         return acc, max_score, total
 
     @triton.jit
-    def attend_run(  # type: ignore[no-untyped-def]
-        q,
-        keys,
-        low_block,
-        block,
-        count,
-        blocks,
-        rows,
-        scale,
-        acc,
-        max_score,
-        total,
-        merged,
-        merged_max,
-        merged_total,
-        SPLITS: tl.constexpr,
-        sizes,
-    ):
-        """`count` of the `blocks`, split after split, from `block` on; returns the next one, too.
-
-        One loop, so that loads run ahead. What came before the first block of a split is merged.
-        """
-        for _ in range(count):
-            if block < SPLITS and block > 0:  # the first block of its split
-                merged, merged_max, merged_total = merge_split(
-                    merged, merged_max, merged_total, acc, max_score, total
-                )
-                max_score = tl.full(max_score.shape, _UNSEEN_SCORE, tl.float32)
-                total = tl.zeros_like(total)
-                acc = tl.zeros_like(acc)
-            start = (low_block + block) * sizes.BLOCK_KEYS
-            slot = load_slots(keys, start, sizes)
-            acc, max_score, total = attend_block(
-                q, keys, start, slot, rows, scale, acc, max_score, total, sizes, False
-            )
-            following = block + SPLITS
-            block = tl.where(following < blocks, following, block % SPLITS + 1)
-        return block, acc, max_score, total, merged, merged_max, merged_total
-
-    @triton.jit
     def attend_blocks(  # type: ignore[no-untyped-def]
         q,
         keys,
@@ -240,24 +200,21 @@ if triton is not None:
         SPLITS: tl.constexpr,
         sizes,
     ):
-        """All blocks, split after split, merged."""
+        """All blocks, split after split, merged; one loop, so that loads run ahead."""
         block = 0
-        block, acc, max_score, total, merged, merged_max, merged_total = attend_run(
-            q,
-            keys,
-            low_block,
-            block,
-            blocks,
-            blocks,
-            rows,
-            scale,
-            acc,
-            max_score,
-            total,
-            merged,
-            merged_max,
-            merged_total,
-            SPLITS,
-            sizes,
-        )
+        for _ in range(blocks):
+            if block < SPLITS and block > 0:  # the first block of its split
+                merged, merged_max, merged_total = merge_split(
+                    merged, merged_max, merged_total, acc, max_score, total
+                )
+                max_score = tl.full(max_score.shape, _UNSEEN_SCORE, tl.float32)
+                total = tl.zeros_like(total)
+                acc = tl.zeros_like(acc)
+            start = (low_block + block) * sizes.BLOCK_KEYS
+            slot = load_slots(keys, start, sizes)
+            acc, max_score, total = attend_block(
+                q, keys, start, slot, rows, scale, acc, max_score, total, sizes, False
+            )
+            following = block + SPLITS
+            block = tl.where(following < blocks, following, block % SPLITS + 1)
         return merge_split(merged, merged_max, merged_total, acc, max_score, total)

@@ -24,7 +24,6 @@ try:
         QueryRows,
         attend_block,
         attend_blocks,
-        attend_run,
         attend_split,
         load_slots,
         load_splits,
@@ -98,7 +97,6 @@ if triton is not None:
         EARLY_VALUES: tl.constexpr,
         SPLITS: tl.constexpr,
         PARALLEL: tl.constexpr,
-        FLAT: tl.constexpr,
         SINKS: tl.constexpr,
         TREE: tl.constexpr,
         TAIL_BLOCKS: tl.constexpr,
@@ -272,65 +270,6 @@ if triton is not None:
                         total,
                         tail_sizes,
                     )
-        elif TREE and FLAT:
-            # The splits up to that of the next block of the tail, then this block. Blocks whose
-            # splits are behind the last one come first.
-            block = 0
-            attended = 0  # shared blocks
-            tails = blocks - shared_blocks
-            wrapped = tl.maximum(tail_split + tails - SPLITS, 0)
-            for stop in range(tails + 1):
-                tail = shared_blocks + (stop + tails - wrapped) % tl.maximum(tails, 1)
-                splits = tail % SPLITS + 1  # up to this one
-                until = shared_blocks // SPLITS * splits
-                until += tl.minimum(shared_blocks % SPLITS, splits)
-                until = tl.where(stop < tails, until, shared_blocks)
-                block, acc, max_score, total, merged, merged_max, merged_total = attend_run(
-                    q,
-                    keys,
-                    low_block,
-                    block,
-                    until - attended,
-                    shared_blocks,
-                    rows,
-                    scale,
-                    acc,
-                    max_score,
-                    total,
-                    merged,
-                    merged_max,
-                    merged_total,
-                    SPLITS,
-                    key_sizes,
-                )
-                attended = until
-                if stop < tails:
-                    if splits > 1 and splits > shared_blocks:  # The split has no shared block.
-                        merged, merged_max, merged_total = merge_split(
-                            merged, merged_max, merged_total, acc, max_score, total
-                        )
-                        max_score = tl.full([BLOCK_QUERIES], _UNSEEN_SCORE, tl.float32)
-                        total = tl.zeros([BLOCK_QUERIES], tl.float32)
-                        acc = tl.zeros([BLOCK_QUERIES, BLOCK_D], tl.float32)
-                    lane_count = load_count(lane_table, tail, True)
-                    lanes = load_lanes(lane_table, tail, 0, BLOCK_LANES, True, tail_sizes)
-                    acc, max_score, total = attend_tail(
-                        q,
-                        keys,
-                        lane_table,
-                        tail,
-                        lane_count,
-                        lanes,
-                        rows,
-                        scale,
-                        acc,
-                        max_score,
-                        total,
-                        tail_sizes,
-                    )
-            merged, merged_max, merged_total = merge_split(
-                merged, merged_max, merged_total, acc, max_score, total
-            )
         elif TREE:
             for own_split in range(used_splits):
                 if own_split > 0:

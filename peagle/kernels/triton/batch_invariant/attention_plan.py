@@ -23,6 +23,9 @@ WIDE_PROGRAMS = 16  # blocks of queries whose programs have 8 warps
 SMALL_PROGRAMS = 520  # blocks of queries that are not made larger
 PARALLEL_TREE_PROGRAMS = 200  # the same for trees
 WIDE_TREE_PROGRAMS = 32
+# Of a thread with 64 queries of 64 dimensions, so that three programs share a multiprocessor: then
+# the 384 programs of 64 requests with trees, for 3 heads of keys, run at once.
+TREE_REGISTERS = 168
 
 
 class AttentionPlan(NamedTuple):
@@ -31,7 +34,6 @@ class AttentionPlan(NamedTuple):
     parallel: bool  # a program for each split
     num_warps: int = 8
     tail_lanes: int = TAIL_LANES
-    flat: bool = False  # for trees: one loop over the blocks in front of the tail
     one_page: bool = False  # Look up one page for a block of keys, where it lies in one.
     early_values: bool = False  # of the first block of a parallel split, with its keys
     num_stages: int = 0  # of loops that load ahead; 0: by the number of queries
@@ -50,19 +52,34 @@ def plan_attention(
     most = MAX_BLOCK_QUERIES if cache.element_size() == 2 else MAX_BLOCK_QUERIES_FLOAT32
     programs = heads_in_batch * triton.cdiv(max_rows, smallest // group)
     if is_tree:
-        return plan_trees(programs, group, smallest, max(smallest, most), cache.shape[-1])
+        d = cache.shape[-1]
+        return plan_trees(programs, max_rows, group, smallest, max(smallest, most), d)
+    if programs <= WIDE_PROGRAMS:
+        return without_lookahead(AttentionPlan(smallest // group, smallest, True, 8))
     if programs <= PARALLEL_PROGRAMS:
-        warps = 8 if programs <= WIDE_PROGRAMS else 4
-        return AttentionPlan(smallest // group, smallest, True, warps)
+        return AttentionPlan(smallest // group, smallest, True, 4)
     wanted = 16
     while programs > SMALL_PROGRAMS and wanted < min(most, max_rows * group):
         wanted *= 2
         programs = heads_in_batch * triton.cdiv(max_rows, max(wanted // group, 1))
     queries = max(smallest, wanted)
-    return AttentionPlan(queries // group, queries, False, 4 if queries <= 64 else 8)
+    warps = 4 if queries <= 64 else 8
+    return AttentionPlan(queries // group, queries, False, warps, one_page=True)
 
 
-def plan_trees(programs: int, group: int, smallest: int, largest: int, d: int) -> AttentionPlan:
+def without_lookahead(plan: AttentionPlan) -> AttentionPlan:
+    """For few programs: most splits have one block of keys, and no loop has to load ahead."""
+    return plan._replace(one_page=True, early_values=True, num_stages=1)
+
+
+def even_rows(max_rows: int, most: int) -> int:
+    """Rows of a block, so that no block has many fewer: of 32 rows, 16 and 16 instead of 21, 11."""
+    return -(-max_rows // -(-max_rows // most))
+
+
+def plan_trees(
+    programs: int, max_rows: int, group: int, smallest: int, largest: int, d: int
+) -> AttentionPlan:
     """`programs`: blocks of the smallest number of queries.
 
     Large programs are no slower alone, but they leave no room for those of the next kernel, which
@@ -72,12 +89,14 @@ def plan_trees(programs: int, group: int, smallest: int, largest: int, d: int) -
         if d > 64 and programs <= SMALL_PROGRAMS:
             queries = min(2 * smallest, largest)
             return AttentionPlan(queries // group, queries, False, 4, TAIL_LANES)
-        return AttentionPlan(largest // group, largest, False, 4, LOOP_LANES)
+        if d > 64:
+            return AttentionPlan(largest // group, largest, False, 4, LOOP_LANES)
+        rows = even_rows(max_rows, largest // group)
+        return AttentionPlan(rows, largest, False, 4, LOOP_LANES, max_registers=TREE_REGISTERS)
     few = programs <= PARALLEL_PROGRAMS and d <= 64
-    warps = 8 if few and programs <= WIDE_TREE_PROGRAMS else 4
-    return AttentionPlan(
-        smallest // group, smallest, True, warps, TAIL_LANES if few else LOOP_LANES
-    )
+    if few and programs <= WIDE_TREE_PROGRAMS:
+        return without_lookahead(AttentionPlan(smallest // group, smallest, True, 8))
+    return AttentionPlan(smallest // group, smallest, True, 4, TAIL_LANES if few else LOOP_LANES)
 
 
 def block_keys(d: int) -> int:
@@ -100,7 +119,6 @@ def block_sizes(
         "ONE_PAGE": plan.one_page and page_size % block_keys(d) == 0,
         "EARLY_VALUES": plan.early_values,
         "PARALLEL": plan.parallel,
-        "FLAT": plan.flat,
         "TREE": lanes is not None,
         "TAIL_BLOCKS": lanes.key_blocks if lanes else 0,
         "LANE_CAPACITY": lanes.capacity if lanes else 0,
