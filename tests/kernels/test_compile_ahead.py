@@ -6,6 +6,7 @@ The scripts run in processes of their own: without Triton's interpreter, for a G
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,13 +186,14 @@ from peagle.kernels import compile_processes
 from peagle.kernels.compile_processes import CompileProcesses
 compile_processes.SERVER_MODULE = "tests.support.fake_gpu_compile_server"
 from tests.support.waiting import wait_for
-def start(count=1, ready=True):
-    processes = CompileProcesses(count)
+def wait_until_ready(processes, count=1):
     connections = [processes._starting.get() for _ in range(count)]
     for connection in connections:
-        if ready:
-            wait_for(connection.poll)
+        wait_for(connection.poll)
         processes._starting.put(connection)
+def start(count=1):
+    processes = CompileProcesses(count)
+    wait_until_ready(processes, count)
     return processes
 def record(processes, pieces):
     with KernelCompiler(2, processes) as compiler, compiler.recording():
@@ -214,13 +216,21 @@ print(json.dumps({"here": here, "launched": hits}))
 
 
 @pytest.mark.slow
-def test_threads_compile_while_processes_start(run_script: RunScript) -> None:
-    script = """
-processes = start(ready=False)
-record(processes, 1)
-print(json.dumps({"here": hits}))
+def test_threads_compile_while_processes_start(run_script: RunScript, tmp_path: Path) -> None:
+    """A lock keeps the process from being ready. Without the lock, it takes the next job."""
+    script = f"""
+from filelock import FileLock
+from tests.support.fake_gpu_compile_server import GATE_VARIABLE
+os.environ[GATE_VARIABLE] = {str(tmp_path / "gate")!r}
+with FileLock(os.environ[GATE_VARIABLE]):
+    processes = CompileProcesses(1)
+    record(processes, 1)
+here = list(hits)
+wait_until_ready(processes)
+record(processes, 2)
+print(json.dumps({{"here": here, "afterwards": hits[len(here):]}}))
 """
-    assert run_script(PROCESSES + script) == {"here": [False]}
+    assert run_script(PROCESSES + script) == {"here": [False], "afterwards": []}
 
 
 @pytest.mark.slow
