@@ -309,22 +309,21 @@ def _launch(
     splits: int,
 ) -> None:
     rows, top_k = routing.experts.shape
-    weight, scales, bias = matrices.weight, matrices.scales, matrices.bias
     matrix_rows = matrices.outputs
     width = row_elements(matrices)
     shape = activation or GatedActivation()
     block_t = tiling.block_rows(matrices, rows * top_k / matrices.num_experts, rows)
     tiles = tiles or tiling.tile_sizes(matrices, block_t, rows * top_k, activation is not None)
     split_blocks = triton.cdiv(width, splits * tiles.block_k)
-    assert weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
+    assert matrices.weight.is_contiguous() and x.stride(1) == 1 and x.shape[1] == matrices.inputs
     assert not matrices.is_mxfp4 or tiles.block_k % (MXFP4_BLOCK // 2) == 0
     if matrices.is_tiled:
         assert x.is_cuda and x.dtype == torch.bfloat16 and tiles.block_k == TILE_BYTES
     _expert_kernel[(triton.cdiv(matrix_rows, tiles.block_n), len(routing.touched), splits)](
         x,
-        weight,
-        x if scales is None else scales,
-        x if bias is None else bias,
+        matrices.weight,
+        x if matrices.scales is None else matrices.scales,
+        x if matrices.bias is None else matrices.bias,
         out,
         routing.counts,
         routing.touched,

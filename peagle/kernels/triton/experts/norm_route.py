@@ -186,21 +186,21 @@ def norm_route(
     arrived: Tensor,
 ) -> NormedRouting:
     """See `supports_norm_route`; `counts` and `arrived` as in route.py."""
-    rows, inputs = residual.shape
-    num_experts = len(weight)
-    parts = triton.cdiv(num_experts, route.BLOCK_EXPERTS)
-    splits = triton.cdiv(inputs, route.BLOCK_INPUTS)
+    rows = len(residual)
+    constants = _constants(*weight.shape, params)
     routing = empty_routing(rows, counts, params)
-    normed = torch.empty(rows, inputs, dtype=residual.dtype, device=residual.device)
+    normed = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(normed)
-    assert weight.is_contiguous() and len(counts) == num_experts + 1 and len(arrived) >= rows
-    _norm_route_kernel[(rows, parts, splits)](
+    splits = constants["SPLITS"]
+    logit_parts = torch.empty(splits, rows, len(weight), dtype=torch.float32, device=x.device)
+    assert weight.is_contiguous() and len(counts) == len(weight) + 1 and len(arrived) >= rows
+    _norm_route_kernel[(rows, constants["PARTS"], splits)](
         x,
         residual,
         norm,
         weight,
         x if bias is None else bias,
-        torch.empty(splits, rows, num_experts, dtype=torch.float32, device=x.device),
+        logit_parts,
         arrived,
         total,
         normed,
@@ -214,21 +214,28 @@ def norm_route(
         x.stride(0),
         x.stride(-2),
         residual.stride(0),
-        K=inputs,
         SUMS=len(x) if x.dim() == 3 else 1,
-        EXPERTS=num_experts,
-        TOP_K=params.top_k,
-        NORMALIZED=params.normalized,
         BIAS=bias is not None,
-        PARTS=parts,
-        SPLITS=splits,
         ONE_ROW=rows == 1,
-        RANKS=triton.next_power_of_2(params.top_k),
-        BLOCK_E=route.BLOCK_EXPERTS,
-        BLOCK_K=route.BLOCK_INPUTS,
-        ALL_EXPERTS=max(triton.next_power_of_2(num_experts), 2),
-        ALL_INPUTS=triton.next_power_of_2(inputs),
         num_warps=NUM_WARPS,
+        **constants,
         **launch_options(x),
     )
     return NormedRouting(routing, normed, total)
+
+
+def _constants(num_experts: int, inputs: int, params: RouterParams) -> dict[str, int]:
+    """Sizes of the kernel for a router [num_experts, inputs]."""
+    return {
+        "K": inputs,
+        "EXPERTS": num_experts,
+        "TOP_K": params.top_k,
+        "NORMALIZED": params.normalized,
+        "PARTS": triton.cdiv(num_experts, route.BLOCK_EXPERTS),
+        "SPLITS": triton.cdiv(inputs, route.BLOCK_INPUTS),
+        "RANKS": triton.next_power_of_2(params.top_k),
+        "BLOCK_E": route.BLOCK_EXPERTS,
+        "BLOCK_K": route.BLOCK_INPUTS,
+        "ALL_EXPERTS": max(triton.next_power_of_2(num_experts), 2),
+        "ALL_INPUTS": triton.next_power_of_2(inputs),
+    }
