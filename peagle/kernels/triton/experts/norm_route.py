@@ -187,7 +187,7 @@ def norm_route(
 ) -> NormedRouting:
     """See `supports_norm_route`; `counts` and `arrived` as in route.py."""
     rows = len(residual)
-    constants = _constants(*weight.shape, params)
+    constants = _constants(len(weight), weight.shape[1], params)
     routing = empty_routing(rows, counts, params)
     normed = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(normed)
