@@ -81,10 +81,12 @@ def test_rotated_attention(server: ScriptServer, exact: bool, partial_sums: bool
 def test_new_keys_are_stored_before_keys_are_read(server: ScriptServer, arguments: str) -> None:
     output = server.run(f"attend({arguments})\nprint(json.dumps(instructions()))")
     names: list[str] = json.loads(output.splitlines()[-1])
-    wait, first_key = names.index("griddepcontrol.wait"), names.index("cp.async.cg")
-    stores = [i for i, name in enumerate(names[:first_key]) if name == "st.global"]
-    barriers = [i for i, name in enumerate(names[:first_key]) if name == "bar.sync"]
-    assert len(stores) == 2 and wait < stores[0]  # a key and a value
-    assert stores[-1] < barriers[-1]
+    wait = names.index("griddepcontrol.wait")
+    key, value = [i for i, name in enumerate(names) if name == "st.global"][:2]
+    assert wait < key
+    behind = names[value + 1 :]
+    reads = [i for i, name in enumerate(behind) if name in ("ld.global", "cp.async.cg")]
+    assert behind.index("bar.sync") < reads[0]
+    assert "cp.async.cg" not in names[:value]
     early_loads = names[:wait].count("ld.global")
     assert early_loads > 3 + 2  # request, positions of queries and keys, and behind them angles
