@@ -16,7 +16,7 @@ DATA ?= ../shared/data/bench
 SEED ?= 0
 MINUTES ?= 3
 
-.PHONY: help demo test pytest lint types test-slow test-abuse test-arm fuzz test-vllm test-deploy bench-vllm bench-llamacpp comparison clean
+.PHONY: help demo test pytest bytecode lint types test-slow test-abuse test-arm fuzz test-vllm test-deploy bench-vllm bench-llamacpp comparison clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -32,10 +32,16 @@ demo: $(READY) ## Pull the default pair, decode three prompts with every method,
 	$(BIN)/peagle demo
 
 test: lint ## Lint, type-check and test
-	$(MAKE) --no-print-directory --jobs 2 types pytest
+	$(MAKE) --no-print-directory --jobs 2 types bytecode
+	$(MAKE) --no-print-directory pytest
 
 pytest: $(READY)
 	$(PYTEST)
+
+# Importing the tests once compiles all modules; without it, every worker does so. Errors are
+# reported by `pytest`.
+bytecode: $(READY)
+	$(BIN)/pytest --collect-only >/dev/null || true
 
 lint: $(READY) ## Check style, formatting and layers
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import ssl
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.support.tiny_models import CONFIGS, make_target
 # Matrices are tiny and pytest runs several workers: a second thread only waits.
 torch.set_num_threads(1)
 gc.disable()  # What imports create lives as long as the run.
+# Every HTTP client would read the certificates again: 20 ms each.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 
 # A worker takes one file after another. Short files come last, so that all workers end together.

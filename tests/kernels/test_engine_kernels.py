@@ -27,19 +27,38 @@ from tests.support.triton_interpreter import (
 
 DECODE_ATTENTION = str(Path(__file__).with_name("test_decode_attention.py"))
 DECODE_ATTENTION_TESTS = 5
+# A second or more each in the interpreter, of kernels that other cases run too.
+SLOW_CASES = {
+    "exact attention, more blocks of keys than splits",
+    "exact rotated attention, large tree",
+    "exact rotated attention, tree in the last split and the first",
+    "exact trees, in the last split and the first",
+    "exact trees, more blocks of keys than splits",
+}
 
 
 @not_interpreted
 def test_in_the_interpreter() -> None:
     """This file and the tests of decode attention, in one process."""
     done = run_interpreted_tests(__file__, DECODE_ATTENTION)
-    passed = f"{len(CASES) + DECODE_ATTENTION_TESTS} passed"
+    passed = f"{len(CASES) - len(SLOW_CASES) + DECODE_ATTENTION_TESTS} passed"
     assert done.returncode == 0 and passed in done.stdout, done.stdout + done.stderr
     assert "skipped" not in done.stdout
 
 
+@not_interpreted
+@pytest.mark.slow
+def test_slow_cases_in_the_interpreter() -> None:
+    done = run_interpreted_tests(__file__, "-m", "slow")
+    passed = f"{len(SLOW_CASES)} passed"
+    assert done.returncode == 0 and passed in done.stdout, done.stdout + done.stderr
+
+
 @interpreted
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_CASES)) for name in CASES],
+)
 def test_kernel_interpreted(name: str) -> None:
     CASES[name]("cpu", torch.float32)
 

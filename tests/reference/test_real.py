@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import torch
 
+import peagle
 from peagle.core import Method, Sampling
 from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
@@ -19,6 +20,7 @@ from peagle.reference import reference
 from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
 from tests.support.decoding import PATTERNS, Oracle, plain, tokens_of, transformers_generate
+from tests.support.serving import tiny_pair
 
 PROMPTS = (Path(__file__).parents[1] / "support" / "prompts.txt").read_text().splitlines()
 K = 7
@@ -56,9 +58,9 @@ def cache_free_road(real: LoadedPair, text: str, method: Method, expected: list[
 
 def test_lossless_short(real: LoadedPair) -> None:
     """`test_lossless_128` is the long proof, for all prompts."""
-    expected = cached_roads(real, PROMPTS[0], count=9)
+    expected = cached_roads(real, PROMPTS[0], count=6)
     for method in DRAFTED:
-        cache_free_road(real, PROMPTS[0], method, expected[:3])
+        cache_free_road(real, PROMPTS[0], method, expected[:2])
 
 
 @pytest.mark.slow
@@ -157,9 +159,10 @@ def readme_code() -> str:
 
 
 def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`test_whole_readme_runs` does not cut the first answer off, in a process of its own."""
+    """With a tiny pair; `test_whole_readme_runs` takes the one that the README names."""
+    monkeypatch.setattr(peagle, "load", lambda name: tiny_pair())
     monkeypatch.setattr(LoadedPair, "generate", partialmethod(LoadedPair.generate, max_tokens=16))
-    exec(readme_code().replace("max_tokens=60", "max_tokens=12"), {})
+    exec(readme_code(), {})
     assert len(capsys.readouterr().out.split()) > 20
 
 

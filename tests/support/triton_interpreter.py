@@ -16,11 +16,14 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_int
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 
 
-def run_interpreted_tests(*files: str) -> subprocess.CompletedProcess[str]:
-    """Run the tests of files whose names contain `interpreted`, all in one process."""
+def run_interpreted_tests(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of files whose names contain `interpreted`, all in one process.
+
+    `arguments`: the files, and options of pytest.
+    """
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "interpreted"]
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    return subprocess.run([*command, *files], env=env, capture_output=True, text=True)
+    return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
 
 
 def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from peagle.engine.sampling.forced_acceptance import expected_length
 from tests.support.cpu_features import needs_c
 
 LOAD = PriceLoad(
-    [Asked([first, 2, 3], {"max_tokens": 40, "ignore_eos": True}) for first in range(4)],
-    {1: 2, 4: 6},
+    [Asked([first, 2, 3], {"max_tokens": 24, "ignore_eos": True}) for first in range(4)],
+    {1: 1, 4: 4},
     repeats=2,
 )
 
