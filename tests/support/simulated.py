@@ -1,6 +1,7 @@
 """A simulated engine with known costs and acceptance, for tests of adaptive drafting."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -39,6 +40,7 @@ def busy(batch: int, shape: DraftShape) -> float:
     return 4 + 0.08 * batch * (shape.nodes + 1) + (0.5 if shape.k else 0)
 
 
+@cache
 def acceptance_rates(profile: Profile, shape: DraftShape, width: float) -> np.ndarray:
     """The acceptance rate at each depth, given those before.
 
@@ -46,6 +48,12 @@ def acceptance_rates(profile: Profile, shape: DraftShape, width: float) -> np.nd
     """
     rates = np.array(profile[: shape.k]) / np.array((1.0, *profile))[: shape.k].clip(1e-9)
     return rates if shape.is_chain else 1 - (1 - rates) ** (shape.nodes / shape.k) ** width
+
+
+@cache
+def expected_tokens(profile: Profile, shape: DraftShape, width: float) -> float:
+    """Tokens of a step."""
+    return 1 + float(np.cumprod(acceptance_rates(profile, shape, width)).sum())
 
 
 def expected_rates(policy: AdaptivePolicy, batch: int) -> dict[DraftShape, float]:
@@ -84,7 +92,7 @@ class Simulation:
         self.rates: list[dict[DraftShape, float]] = []  # of an AdaptivePolicy, beside each choice
 
     def tokens(self, profile: Profile, shape: DraftShape) -> float:
-        return 1 + float(np.cumprod(acceptance_rates(profile, shape, self.width)).sum())
+        return expected_tokens(profile, shape, self.width)
 
     def best(self, batch: int, profile: Profile) -> DraftShape:
         return max(
