@@ -128,18 +128,12 @@ class Simulation:
             for tree in self.shapes
             if not tree.is_chain and tree.k == shape.k and tree.nodes <= shape.nodes
         ]
-        counts = {
-            other: leading(chance < acceptance_rates(profile, other, self.width))
-            for other in {shape, chain(shape.k), *trees}
-        }
-        return [
-            AcceptedCounts(
-                int(counts[shape][b]),
-                int(counts[chain(shape.k)][b]),
-                path([(tree.nodes, int(counts[tree][b])) for tree in trees]),
-            )
-            for b in range(batch)
+        counts = [
+            leading(chance < acceptance_rates(profile, other, self.width)).tolist()
+            for other in (shape, chain(shape.k), *trees)
         ]
+        nodes = tuple(tree.nodes for tree in trees)
+        return [accepted_counts(nodes, *each) for each in zip(*counts, strict=True)]
 
     def seconds(self, batch: int, shape: DraftShape) -> float:
         disturbed = 5.0 if self.noise and self.random.random() < 0.02 else 1.0
@@ -200,6 +194,14 @@ class Served:
 def leading(accepted: np.ndarray) -> np.ndarray:
     """The number of leading True values of each row."""
     return np.cumprod(accepted, axis=1).sum(1)
+
+
+@cache
+def accepted_counts(
+    nodes: tuple[int, ...], by_shape: int, by_chain: int, *by_tree: int
+) -> AcceptedCounts:
+    """What a step accepted, with trees of so many nodes among the shapes."""
+    return AcceptedCounts(by_shape, by_chain, path([*zip(nodes, by_tree, strict=True)]))
 
 
 def path(accepted_by_nodes: Sequence[tuple[int, int]]) -> int:
