@@ -57,7 +57,7 @@ PAGE_SIZE = 16
 VARIANTS = "off,on,on+weights+rows+rotate,on+weights+rows+rotate+trees+route"
 SKINNY_TILES = skinny_gemm.tile_sizes
 ALIKE_ROWS = tiles.ALIKE_ROWS
-LARGE_PASSES = tiles.LARGE_PASSES
+BUSY_EXPERTS = tiles.BUSY_EXPERTS
 NORM_ROUTE_ROWS = norm_route.MAX_ROWS
 PROVEN: dict[int, VendorRows] = {}  # by target
 
@@ -89,7 +89,7 @@ def switch(variant: str, target: FusedLlamaTarget) -> None:
     invariant_attention.plan_attention = fixed_plan(plans[0]) if plans else plan_attention
     rotated_attention.MAX_ROWS = skinny_gemm.MAX_ROWS if "rotate" in words else 0
     tiles.ALIKE_ROWS = ALIKE_ROWS if "rows" in words else 1
-    tiles.LARGE_PASSES = LARGE_PASSES if "trees" in words else ()
+    tiles.BUSY_EXPERTS = BUSY_EXPERTS if "trees" in words else ()
     norm_route.MAX_ROWS = NORM_ROUTE_ROWS if "route" in words else 0
     skinny_gemm.tile_sizes = skinny_tiles
 

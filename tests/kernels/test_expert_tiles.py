@@ -29,3 +29,20 @@ def test_blocks_of_long_prompts(
     tile = tiles.tile_sizes(matrices, expected, 4096, gated=False)
     stage_bytes = 2 * tile.block_k * (tile.block_n + expected)
     assert stage_bytes * tile.num_stages <= shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "experts", "expected"),
+    [
+        (8, 4, 32, 8),
+        (8 * 8, 8, 128, 32),  # Qwen3-30B-A3B, chains
+        (8 * 16, 8, 128, 32),  # trees: few experts have the rows of three requests
+        (8 * 16, 4, 32, 64),  # GPT-OSS-20B, trees
+        (8 * 32, 8, 128, 64),
+    ],
+)
+def test_blocks_have_room_for_alike_rows(
+    rows: int, top_k: int, experts: int, expected: int
+) -> None:
+    matrices = ExpertMatrices(torch.empty(experts, 4, 4, dtype=torch.bfloat16))
+    assert tiles.block_rows(matrices, rows * top_k / experts, rows) == expected

@@ -155,7 +155,8 @@ def check_compact_kv(batch: int, layers: int, width: int, device: str, dtype: to
 
 def check_candidates(rows: int, size: int, count: int, device: str, dtype: torch.dtype) -> None:
     logits = (some(rows, size + 3) * 3).to(device, dtype)[:, :size]
-    logits[0, size // 2 :] = logits[0, 0]  # the first of equals counts
+    logits[0, size // 2 :] = logits[0].max()  # the first of equals counts
+    logits[1] = 1
     factor = torch.linspace(0.5, 1.5, rows, device=device)
     result = candidates.candidates(logits, factor, count)
     expected = candidates.reference(logits, factor, count)

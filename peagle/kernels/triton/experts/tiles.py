@@ -21,7 +21,7 @@ MAX_16BIT_BLOCK_ROWS = 256  # of long prompts, whose limit is arithmetic
 MAX_16BIT_SHARED_BYTES = 196_608  # of a program with such a block, which few GPUs have
 MAX_TILED_BLOCK_ROWS = 64
 ALIKE_ROWS = 16  # for which a block has room, if the pass has so many
-LARGE_PASSES: tuple[int, ...] = (64, 256)  # rows; from each of them on, room for twice as many
+BUSY_EXPERTS: tuple[int, ...] = (4, 16)  # mean rows; from each of them on, room for twice as many
 BUSY_PROGRAMS = 264  # programs that keep a GPU busy
 MAX_SPLITS = 4
 
@@ -38,12 +38,12 @@ def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
 
     The rows of a draft choose much the same experts: with 8 requests of 6 rows, few experts have
     3 rows, as the mean says; most have 6, 12 or 18, and matrices should not be read twice. With
-    trees of 16 rows some have 40. With MXFP4, whose limit are instructions, wide blocks cost more
-    than that.
+    8 trees of 16 rows and a mean of 16, one expert in 15 has 48 rows or more. With MXFP4, whose
+    limit are instructions, wide blocks cost more than that.
     """
     alike_rows = 1
     if not matrices.is_mxfp4:
-        alike_rows = ALIKE_ROWS << sum(rows >= large for large in LARGE_PASSES)
+        alike_rows = ALIKE_ROWS << sum(mean_rows >= busy for busy in BUSY_EXPERTS)
     wanted = min(rows, max(int(1.5 * mean_rows) + 1, alike_rows))
     most = MAX_TILED_BLOCK_ROWS if matrices.is_tiled else MAX_BLOCK_ROWS
     if matrices.weight.element_size() == 2 and holds_large_blocks(matrices.weight.device):
@@ -84,4 +84,6 @@ def tile_sizes(
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
     if block_t > MAX_BLOCK_ROWS:
         return ExpertTiles(block_n=128, block_k=64, num_warps=8, num_stages=4)
-    return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=3)
+    # Two programs have room beside each other.
+    num_stages = 4 if block_t <= 64 and matrices.weight.element_size() <= 2 else 3
+    return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=num_stages)
