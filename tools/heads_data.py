@@ -74,6 +74,7 @@ class Job:
     rung_steps: int = 0  # of each rung's training; 0: rung_seconds
     eagle3_seconds: float = 0.0  # of EAGLE-3's training; 0: what is left
     windows: tuple[int, ...] = ()  # of the drafter, measured in long contexts; 0: none
+    seed: int = 11  # of short answers; seed + 1: of invented ones, seed + 2: of long ones
 
     @property
     def left(self) -> float:
@@ -116,11 +117,11 @@ def write_answers(job: Job, target: Target) -> None:
         size.max_tokens,
         size.max_prompt,
         temperatures,
-        seed=11,
+        seed=job.seed,
         keep_truncated=True,
         prompts=file.name,
     )
-    greedy = replace(short, temperatures=(0.0,), seed=12)
+    greedy = replace(short, temperatures=(0.0,), seed=job.seed + 1)
     long = replace(
         greedy,
         max_tokens=size.long_answer,
@@ -133,8 +134,9 @@ def write_answers(job: Job, target: Target) -> None:
         path = invent(target, size.invented, job.out / "invented", greedy.seed)
         _answer(job, target, read_prompts(path, prefix="invented:"), "invented", greedy)
     if job.answer_seconds["long"]:
-        read = read_prompts(file, (0.0,), size.long_prompts, seed=13)
-        read = long_conversations(read, target, LongSettings(size.long, size.long_answer, 13))
+        seed = job.seed + 2
+        read = read_prompts(file, (0.0,), size.long_prompts, seed=seed)
+        read = long_conversations(read, target, LongSettings(size.long, size.long_answer, seed))
         _answer(job, target, read, "long", long)
 
 

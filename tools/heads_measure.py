@@ -1,6 +1,7 @@
 """The acceptance of heads on the target's own answers, without decoding (evaluation/replay.py)."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,14 +28,23 @@ def new_replay(drafter: Drafter, features: FeatureSource) -> DraftReplay:
     return DraftReplay(DrafterPasses(drafter, dtype), features, 16384 if cuda else 2048, cuda)
 
 
-def measure_set(replay: DraftReplay, documents: Documents, tree: bool) -> dict[str, float | int]:
-    """The acceptance length of chains, or of trees of 31 nodes on some of the answers."""
-    if not tree:
-        result = summarize(replay.chain_steps(documents, [K])[K], K)
-        return {"answers": len(documents), f"K={K}": round(result.acceptance_length, 4)}
-    chosen = some_answers(documents)
-    result = summarize(replay.tree_steps(chosen, [TREE])[TREE], K)
-    return {"tree answers": len(chosen), "tree 31": round(result.acceptance_length, 4)}
+class Measured(NamedTuple):
+    record: dict[str, float | int]  # answers and acceptance length
+    counts: np.ndarray  # [answers, 2], drafts and accepted drafts
+
+
+def measure_set(replay: DraftReplay, documents: Documents, tree: bool) -> Measured:
+    """Chains on all answers, or trees of 31 nodes on some of them."""
+    if tree:
+        documents = some_answers(documents)
+        steps = replay.tree_steps(documents, [TREE])[TREE]
+        names = "tree answers", "tree 31"
+    else:
+        steps = replay.chain_steps(documents, [K])[K]
+        names = "answers", f"K={K}"
+    length = round(summarize(steps, K).acceptance_length, 4)
+    record = dict(zip(names, (len(documents), length), strict=True))
+    return Measured(record, answer_counts(steps, documents))
 
 
 def some_answers(documents: Documents) -> Documents:

@@ -46,7 +46,7 @@ from peagle.drafter.formats import checkpoint, compact
 from peagle.errors import UserError
 from peagle.evaluate.offline_acceptance import new_extractor
 from peagle.loaded import load
-from peagle.paths import write_bytes, write_json
+from peagle.paths import write_bytes, write_json, write_text
 from peagle.target import Target
 from peagle.train.config import TrainConfig, read_config
 from peagle.train.data.documents import Documents
@@ -65,6 +65,7 @@ MEASURE_SECONDS = 45.0  # left for the last stage
 OVERHEAD_SECONDS = 75.0  # for reading, compiling and publishing
 MIN_TRAINING_SECONDS = 20.0
 SNAPSHOT_SECONDS = 60.0
+COUNTS_FILE = "measured-counts.json"
 
 SMALL_CHANGES = {"pack_tokens": 512, "max_anchors": 128, "held_out": 3, "log_every": 1, "epochs": 1}
 
@@ -216,8 +217,12 @@ def p_eagle_steps(job: Job) -> int:
 
 
 def measure(job: Job, target: Target, run: TrainRun | None, answers: dict[str, Documents]) -> None:
-    """The acceptance of the new and of the earlier heads; chains first, then trees."""
+    """The acceptance of the new and of the earlier heads; chains first, then trees.
+
+    measured.json has the lengths, measured-counts.json drafts and accepted drafts of each answer.
+    """
     records: dict[str, Any] = {}
+    counts: dict[str, dict[str, dict[str, list[list[int]]]]] = {}
     features = None if run is None else run.trainer.features.uncached()
     methods = job.recipe.methods
     folders = {f"new {m}": job.out / m / "published" for m in methods}
@@ -232,10 +237,14 @@ def measure(job: Job, target: Target, run: TrainRun | None, answers: dict[str, D
             replay = new_replay(drafter, features)
             for key, documents in answers.items():
                 record = records.setdefault(name, {}).setdefault(key, {})
-                record |= measure_set(replay, documents, tree)
+                measured = measure_set(replay, documents, tree)
+                record |= measured.record
+                own = counts.setdefault(name, {"chain": {}, "tree": {}})
+                own["tree" if tree else "chain"][key] = measured.counts.tolist()
             if not tree:
                 measure_windows(job, drafter, features, answers, name, records)
             write_json(job.files / "measured.json", records)
+            write_text(job.files / COUNTS_FILE, json.dumps(counts))
             print(name, json.dumps(records[name]), flush=True)
 
 
@@ -253,7 +262,7 @@ def measure_windows(
         for key, documents in answers.items():
             if key.startswith(LONG) and job.left > 3:
                 record = records.setdefault(f"{name}, window {window}", {}).setdefault(key, {})
-                record |= measure_set(replay, documents, tree=False)
+                record |= measure_set(replay, documents, tree=False).record
 
 
 def run_job(job: Job) -> None:
@@ -310,6 +319,7 @@ def new_job(options: argparse.Namespace, start: float) -> Job:
         options.rung_steps,
         options.eagle3,
         tuple(int(word) for word in options.windows.split(",") if word),
+        options.seed,
     )
 
 
@@ -329,6 +339,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         "--answers", default="70,22,34", help="seconds for short, invented and long answers"
     )
     running.add_argument("--temperature", type=float, default=0.7, help="of short answers")
+    running.add_argument(
+        "--seed", type=int, default=11, help="of the answers: another one gives new ones"
+    )
     running.add_argument("--p-eagle", type=float, default=85.0, help="seconds of its training")
     running.add_argument(
         "--eagle3", type=float, default=0.0, help="seconds of its training; 0: what is left"

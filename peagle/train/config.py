@@ -34,7 +34,6 @@ P_EAGLE_KEYS = (
 )
 NON_NEGATIVE_KEYS = (
     "intermediate_size",
-    "draft_vocab",
     "context",
     "max_anchors",
     "held_out",
@@ -65,7 +64,9 @@ class TrainConfig:
         -1, "an unused vocabulary row for p-eagle; -1: the pair's, or the last row"
     )
     draft_vocab: int = doc(
-        0, "size of the draft vocabulary, the most frequent tokens of the answers; 0: all tokens"
+        0,
+        "size of the draft vocabulary, the most frequent tokens of the answers; 0: all tokens;"
+        " -1: that of the drafter in init",
     )
     norm_before_fc: bool = doc(False, "one norm over all taps before fc")
     fc_norm: bool = doc(False, "a norm for each tap before fc")
@@ -195,6 +196,10 @@ class TrainConfig:
                 self.sliding_window in (0, -1) or self.sliding_window >= MIN_WINDOW,
                 f"{MIN_WINDOW} or more, 0 for that of the drafter in init, or -1 for none",
             ),
+            "draft_vocab": (
+                self.draft_vocab >= (-1 if self.continues else 0),
+                "0 or more, or, if init is the folder of a drafter, -1 for its own",
+            ),
             "keep": (0 < self.keep <= 1, "in (0, 1]"),
             "loss": (self.loss in LOSSES, "one of " + ", ".join(LOSSES)),
             "refinement": (0 <= self.refinement <= MAX_REFINEMENT, f"in 0..{MAX_REFINEMENT}"),
@@ -227,7 +232,7 @@ class TrainConfig:
                     )
         if self.freeze:
             has_head = self.refinement or self.dependency or self.confidence
-            if not has_head or self.init in ("target", "random"):
+            if not has_head or not self.continues:
                 raise UserError(
                     "freeze trains a refinement, a dependency or a confidence output of a finished"
                     " drafter: set one of them, and init to that drafter's folder"
@@ -243,6 +248,11 @@ class TrainConfig:
                 "muon needs whole matrices, which fsdp splits:"
                 " use parallel = 'ddp' or optimizer = 'adamw'"
             )
+
+    @property
+    def continues(self) -> bool:
+        """Whether init is the folder of a drafter."""
+        return self.init not in ("target", "random")
 
     @property
     def num_layers(self) -> int:

@@ -72,7 +72,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
 
 def inherit_window(config: TrainConfig) -> TrainConfig:
     """The config with the sliding window of the drafter that it continues, unless it has one."""
-    if config.sliding_window or config.init in ("target", "random"):
+    if config.sliding_window or not config.continues:
         return config
     window = checkpoint.read(Path(config.init).expanduser()).config.sliding_window
     return replace(config, sliding_window=window or 0)

@@ -7,11 +7,16 @@ from torch import Tensor
 
 from peagle.catalog import DEFAULT_PAIR, find_pair
 from peagle.data.records import Report, ignore
+from peagle.drafter.formats import checkpoint
 from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.config import TrainConfig
 from peagle.train.data.documents import Documents, join_some, read_documents, split_held_out
-from peagle.train.data.vocabulary import choose_draft_vocabulary
+from peagle.train.data.vocabulary import (
+    DraftVocabulary,
+    choose_draft_vocabulary,
+    given_draft_vocabulary,
+)
 from peagle.train.features.shards import CAPTURE_FILE, read_capture_record, read_target_record
 from peagle.train.features.stored import StoredTarget
 
@@ -43,10 +48,18 @@ def load_training_data(
     train, held_out = split_held_out(documents, config.held_out, config.seed)
     if config.joined:
         train = join_some(train, config.joined, length, config.seed)
-    vocabulary = choose_draft_vocabulary(
-        train, target.vocab_size, config.draft_vocab, target.stop_ids
-    )
+    vocabulary = _draft_vocabulary(config, target, train)
     return TrainingData(train, held_out, vocabulary.target_ids, vocabulary.coverage)
+
+
+def _draft_vocabulary(config: TrainConfig, target: Target, documents: Documents) -> DraftVocabulary:
+    if config.draft_vocab >= 0:
+        return choose_draft_vocabulary(
+            documents, target.vocab_size, config.draft_vocab, target.stop_ids
+        )
+    earlier = checkpoint.load(Path(config.init).expanduser(), target)
+    ids = earlier.target_ids
+    return given_draft_vocabulary(documents, None if ids is None else ids.cpu())
 
 
 def find_capture(data: str) -> Path | None:

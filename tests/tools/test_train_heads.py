@@ -101,6 +101,11 @@ def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
     sets = [*heads_data.SETS, "context-40", "context-60", "validation"]
     assert sorted(measured["new p-eagle"]) == sorted(sets)
     assert all(record["tree 31"] >= 1 for record in measured["shipped p-eagle"].values())
+    counts = json.loads((out / "files" / train_heads.COUNTS_FILE).read_text())
+    for kind, name in (("chain", "K=7"), ("tree", "tree 31")):
+        drafts, accepted = np.sum(counts["new p-eagle"][kind]["humaneval"], axis=0)
+        expected = pytest.approx(1 + accepted / drafts, abs=1e-4)
+        assert measured["new p-eagle"]["humaneval"][name] == expected
 
 
 @pytest.mark.slow
@@ -116,6 +121,29 @@ def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> No
     with tarfile.open(out / "files" / "p-eagle-snapshot.tar") as archive:
         archive.extractall(tmp_path / "snapshot", filter="data")
     assert checkpoint.read(tmp_path / "snapshot").config.trained
+
+
+def test_another_seed_gives_other_answers(
+    place: Path, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three kinds of answers have the seed of the command."""
+    seeds: dict[str, list[int]] = {}
+
+    def answer(job, target, prompts, name, settings) -> None:
+        seeds.setdefault(name, []).append(settings.seed)
+
+    def invented(target, count: int, out: Path, seed: int) -> Path:
+        seeds.setdefault("prompts", []).append(seed)
+        return write_set(tmp_path / "invented.jsonl", 3)
+
+    monkeypatch.setattr(heads_data, "_answer", answer)
+    monkeypatch.setattr(heads_data, "invent", invented)
+    prompts = place / "prompts-8"
+    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
+    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench")]
+    words += ["--out", str(tmp_path), "--stages", "answers", "--answers", "9,9,9"]
+    assert train_heads.main(words) == 0 and train_heads.main([*words, "--seed", "30"]) == 0
+    assert seeds == {"short": [11, 30], "prompts": [12, 31], "invented": [12, 31], "long": [12, 31]}
 
 
 def interrupt(*_: object) -> None:

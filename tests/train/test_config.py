@@ -155,6 +155,12 @@ def test_wrong_values(wrong: dict):
         TrainConfig(**wrong)
 
 
+def test_a_draft_vocabulary_of_its_own():
+    assert TrainConfig(init="folder", draft_vocab=-1).continues
+    with pytest.raises(UserError, match="draft_vocab is -2"):
+        TrainConfig(init="folder", draft_vocab=-2)
+
+
 def test_muon_needs_whole_matrices():
     with pytest.raises(UserError, match=r"muon needs whole matrices.*ddp"):
         TrainConfig(optimizer="muon", parallel="fsdp")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ from peagle.train.data.documents import (
     read_documents,
     split_held_out,
 )
-from peagle.train.data.vocabulary import choose_draft_vocabulary
+from peagle.train.data.vocabulary import choose_draft_vocabulary, given_draft_vocabulary
 from tests.support.chat_targets import make_chat_target
 from tests.support.tiny_models import make_target
 
@@ -244,3 +245,12 @@ def test_the_draft_vocabulary():
     assert everything.tolist() == [1, 2, 20, 30, 40, 50] and share == 1.0
     for size in (0, 96, 200):
         assert choose_draft_vocabulary(documents, 96, size) == (None, 1.0)
+
+
+def test_a_given_draft_vocabulary():
+    ids = np.array([50, 50, 50, 40, 40, 30, 20, 10, 10])
+    documents = join_documents([Document(ids, np.arange(9) < 7, "a")])
+    for known, covered in (([40, 20], 3 / 7), ([7, 95], 0.0)):
+        chosen, coverage = given_draft_vocabulary(documents, torch.tensor(known))
+        assert chosen is not None and chosen.tolist() == known and coverage == covered
+    assert given_draft_vocabulary(documents, None) == (None, 1.0)

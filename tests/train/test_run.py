@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -92,6 +93,23 @@ def test_an_interrupt_keeps_the_steps_done(folder: Path, tmp_path: Path) -> None
     assert run.trainer.step == 3 and signal.getsignal(signal.SIGINT) is before
     again = TrainRun(config)
     assert again.train(lambda *_: None, print) and again.trainer.step == 6
+
+
+def test_the_draft_vocabulary_of_the_drafter_in_init(folder: Path, tmp_path: Path) -> None:
+    """Other documents would choose another one."""
+    lines = (folder / "answers.jsonl").read_text().splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(lines[:6]))
+    few = f"data={tmp_path / 'few.jsonl'}"
+    first = options(folder, tmp_path / "first", few, "draft_vocab=20", "held_out=0")
+    assert train(*first).exit_code == 0
+    init = tmp_path / "first" / "drafter"
+    ids = checkpoint.read(init).tensors["target_ids"].tolist()
+    for size, same in (("-1", True), ("20", False)):
+        words = options(folder, tmp_path / "more", f"init={init}", f"draft_vocab={size}")
+        run = TrainRun(read_config(None, dict(word.split("=", 1) for word in words[1::2])))
+        assert run.data.target_ids is not None and run.trainer.drafter.target_ids is not None
+        assert (run.data.target_ids.tolist() == ids) is same and 0 < run.data.coverage < 1
+        assert torch.equal(run.trainer.drafter.target_ids.cpu(), run.data.target_ids)
 
 
 def test_other_documents_are_not_trained_on_further(folder: Path, tmp_path: Path) -> None:

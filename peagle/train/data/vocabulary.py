@@ -10,7 +10,7 @@ from peagle.train.data.documents import Documents
 
 
 class DraftVocabulary(NamedTuple):
-    target_ids: Tensor | None  # [size] target ids in rising order; None is the whole vocabulary
+    target_ids: Tensor | None  # [size] target ids, chosen in rising order; None is all tokens
     coverage: float  # fraction of the answers' tokens in it
 
 
@@ -24,5 +24,16 @@ def choose_draft_vocabulary(
     rank = counts.astype(np.float64)
     rank[list(always)] = np.inf
     ids = np.sort(np.argsort(-rank, kind="stable")[:size])
-    coverage = float(counts[ids].sum() / max(counts.sum(), 1))
-    return DraftVocabulary(torch.from_numpy(ids), coverage)
+    return DraftVocabulary(torch.from_numpy(ids), _coverage(counts, ids))
+
+
+def given_draft_vocabulary(documents: Documents, target_ids: Tensor | None) -> DraftVocabulary:
+    """The vocabulary of another drafter, over these documents."""
+    if target_ids is None:
+        return DraftVocabulary(None, 1.0)
+    counts = np.bincount(documents.ids[documents.answer_mask], minlength=int(target_ids.max()) + 1)
+    return DraftVocabulary(target_ids, _coverage(counts, target_ids.numpy()))
+
+
+def _coverage(counts: np.ndarray, ids: np.ndarray) -> float:
+    return float(counts[ids].sum() / max(counts.sum(), 1))
