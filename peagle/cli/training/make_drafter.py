@@ -6,7 +6,14 @@ import typer
 
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device
-from peagle.cli.training.options import Invent, Long, PromptFile, PromptLimit, Validation
+from peagle.cli.training.options import (
+    AnswerMinutes,
+    Invent,
+    Long,
+    PromptFile,
+    PromptLimit,
+    Validation,
+)
 from peagle.core import DRAFTER_METHODS, parse_method
 from peagle.errors import UserError
 
@@ -27,6 +34,7 @@ def make_drafter(
     invent: Invent = 0,
     long: Long = 0,
     validation: Validation = 0,
+    answer_minutes: AnswerMinutes = None,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the answers.")] = 6.0,
     changes: Annotated[
         list[str] | None,
@@ -57,20 +65,24 @@ def make_drafter(
         target, parsed_method, out, epochs, device, long, changes or []
     )
     err.print("[bold]1. answers[/]")
-    regenerate(
-        out=out / "answers",
-        prompts=prompts,
-        target=target,
-        max_tokens=max_tokens,
-        max_prompt=config.max_length // 2,
-        limit=limit,
-        invent=invent,
-        long=long,
-        validation=validation,
-        keep_truncated=True,
-        context=config.context or None,
-        device=device,
-    )
+    if answer_minutes is not None and has_state(config):
+        err.print("training has started: its answers stay as they are")
+    else:
+        regenerate(
+            out=out / "answers",
+            prompts=prompts,
+            target=target,
+            max_tokens=max_tokens,
+            max_prompt=config.max_length // 2,
+            limit=limit,
+            invent=invent,
+            long=long,
+            validation=validation,
+            keep_truncated=True,
+            stop_after=answer_minutes,
+            context=config.context or None,
+            device=device,
+        )
     err.print("[bold]2. training[/]")
     run = TrainRun(config, warn)
     print_plan(run.plan())
@@ -79,11 +91,19 @@ def make_drafter(
     options = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
     options += [f"--long {long}"] * (long > 0)
     options += [f"--validation {validation}"] * (validation > 0)
+    options += [] if answer_minutes is None else [f"--answer-minutes {answer_minutes:g}"]
     options += [f"--set {change}" for change in changes or []]
     choices = f"--method {parsed_method} --epochs {epochs:g}"
     command = f"peagle make-drafter {target} --prompts PROMPTS {choices}"
     folder = publish_run(run, " ".join([command, *options]))
     print(f"try it: peagle generate {target} 'Hello' --drafter {folder}")
+
+
+def has_state(config: "TrainConfig") -> bool:
+    """Whether training can resume, which needs the same answers."""
+    from peagle.train.state import list_states
+
+    return bool(list_states(Path(config.out).expanduser() / "state"))
 
 
 def choose_config(
