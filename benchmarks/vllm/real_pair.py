@@ -48,6 +48,7 @@ class VllmLoad:
     def __init__(self, options: argparse.Namespace, max_users: int) -> None:
         from transformers import AutoTokenizer
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(options.target)
@@ -61,6 +62,7 @@ class VllmLoad:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        self.new_input = tokens_input
         self.sent = 0
 
     def measure(self, jobs: list[LoadJob], count: int) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class VllmLoad:
         name = str(self.sent)
         self.sent += 1
         sampling = self.new_sampling(max_tokens=user.job.max_tokens)
-        self.engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+        self.engine.add_request(name, self.new_input(ids), sampling)
         return name, user
 
 

@@ -83,7 +83,7 @@ def test_the_clock_limits_the_answers(folder: Path, tmp_path: Path) -> None:
     make(folder, out, *words, "--limit", "9", "--stop-after", "0")
     answers = (out / "answers" / "answers.jsonl").read_text()
     again = make(folder, out, *words, "--answer-minutes", "0.5")
-    assert "training has started" in again and "resuming" in again
+    assert "resuming" in again
     assert (out / "answers" / "answers.jsonl").read_text() == answers
     card = (out / "p-eagle" / "published" / "README.md").read_text()
     assert "--answer-minutes 0.5" in card

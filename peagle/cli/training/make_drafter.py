@@ -65,9 +65,7 @@ def make_drafter(
         target, parsed_method, out, epochs, device, long, changes or []
     )
     err.print("[bold]1. answers[/]")
-    if answer_minutes is not None and has_state(config):
-        err.print("training has started: its answers stay as they are")
-    else:
+    if answer_minutes is None or not has_state(config):
         regenerate(
             out=out / "answers",
             prompts=prompts,
@@ -88,19 +86,21 @@ def make_drafter(
     print_plan(run.plan())
     train_run(run, stop_after)
     err.print("[bold]3. measuring[/]")
-    options = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
-    options += [f"--long {long}"] * (long > 0)
-    options += [f"--validation {validation}"] * (validation > 0)
-    options += [] if answer_minutes is None else [f"--answer-minutes {answer_minutes:g}"]
-    options += [f"--set {change}" for change in changes or []]
-    choices = f"--method {parsed_method} --epochs {epochs:g}"
-    command = f"peagle make-drafter {target} --prompts PROMPTS {choices}"
-    folder = publish_run(run, " ".join([command, *options]))
+    numbers: dict[str, float | None] = {"limit": limit, "invent": invent, "long": long}
+    numbers |= {"validation": validation, "answer-minutes": answer_minutes}
+    start = f"peagle make-drafter {target} --prompts PROMPTS --method {parsed_method}"
+    folder = publish_run(run, card_command(start, numbers | {"epochs": epochs}, changes or []))
     print(f"try it: peagle generate {target} 'Hello' --drafter {folder}")
 
 
+def card_command(start: str, numbers: dict[str, float | None], changes: list[str]) -> str:
+    """The command in the drafter's card; options that are None or 0 are left out."""
+    words = [start, *(f"--{name} {number}" for name, number in numbers.items() if number)]
+    return " ".join([*words, *(f"--set {change}" for change in changes)])
+
+
 def has_state(config: "TrainConfig") -> bool:
-    """Whether training can resume, which needs the same answers."""
+    """Whether training has started: to resume, it needs the same answers."""
     from peagle.train.state import list_states
 
     return bool(list_states(Path(config.out).expanduser() / "state"))
