@@ -76,6 +76,26 @@ def test_every_stage_and_again(folder: Path, tmp_path: Path) -> None:
     assert "resuming" in again and "0 answered" in again
 
 
+def test_the_clock_limits_the_answers(folder: Path, tmp_path: Path) -> None:
+    """The first command answers some prompts, the second trains on them and answers no more."""
+    words = ("--set", "held_out=2")
+    out = tmp_path / "out"
+    make(folder, out, *words, "--limit", "9", "--stop-after", "0")
+    answers = (out / "answers" / "answers.jsonl").read_text()
+    again = make(folder, out, *words, "--answer-minutes", "0.5")
+    assert "resuming" in again
+    assert (out / "answers" / "answers.jsonl").read_text() == answers
+    card = (out / "p-eagle" / "published" / "README.md").read_text()
+    assert "--answer-minutes 0.5" in card
+
+
+def test_late_prompts_are_not_answered(folder: Path, tmp_path: Path) -> None:
+    words = ["make-drafter", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
+    words += ["--out", str(tmp_path / "out"), "--answer-minutes", "0", "--set", "layers=1"]
+    done = CliRunner().invoke(app, words)
+    assert ": 0 answered" in done.output or ": 1 answered" in done.output
+
+
 def test_the_pack_fits_the_memory() -> None:
     target = make_target()
     assert choose_pack_tokens(target, None) == 1024

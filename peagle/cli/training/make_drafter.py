@@ -6,7 +6,14 @@ import typer
 
 from peagle.cli.application import app, err, warn
 from peagle.cli.options import Device
-from peagle.cli.training.options import Invent, Long, PromptFile, PromptLimit, Validation
+from peagle.cli.training.options import (
+    AnswerMinutes,
+    Invent,
+    Long,
+    PromptFile,
+    PromptLimit,
+    Validation,
+)
 from peagle.core import DRAFTER_METHODS, parse_method
 from peagle.errors import UserError
 
@@ -27,6 +34,7 @@ def make_drafter(
     invent: Invent = 0,
     long: Long = 0,
     validation: Validation = 0,
+    answer_minutes: AnswerMinutes = None,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over the answers.")] = 6.0,
     changes: Annotated[
         list[str] | None,
@@ -57,33 +65,45 @@ def make_drafter(
         target, parsed_method, out, epochs, device, long, changes or []
     )
     err.print("[bold]1. answers[/]")
-    regenerate(
-        out=out / "answers",
-        prompts=prompts,
-        target=target,
-        max_tokens=max_tokens,
-        max_prompt=config.max_length // 2,
-        limit=limit,
-        invent=invent,
-        long=long,
-        validation=validation,
-        keep_truncated=True,
-        context=config.context or None,
-        device=device,
-    )
+    if answer_minutes is None or not has_state(config):
+        regenerate(
+            out=out / "answers",
+            prompts=prompts,
+            target=target,
+            max_tokens=max_tokens,
+            max_prompt=config.max_length // 2,
+            limit=limit,
+            invent=invent,
+            long=long,
+            validation=validation,
+            keep_truncated=True,
+            stop_after=answer_minutes,
+            context=config.context or None,
+            device=device,
+        )
     err.print("[bold]2. training[/]")
     run = TrainRun(config, warn)
     print_plan(run.plan())
     train_run(run, stop_after)
     err.print("[bold]3. measuring[/]")
-    options = [f"--limit {limit}"] * (limit is not None) + [f"--invent {invent}"] * (invent > 0)
-    options += [f"--long {long}"] * (long > 0)
-    options += [f"--validation {validation}"] * (validation > 0)
-    options += [f"--set {change}" for change in changes or []]
-    choices = f"--method {parsed_method} --epochs {epochs:g}"
-    command = f"peagle make-drafter {target} --prompts PROMPTS {choices}"
-    folder = publish_run(run, " ".join([command, *options]))
+    numbers: dict[str, float | None] = {"limit": limit, "invent": invent, "long": long}
+    numbers |= {"validation": validation, "answer-minutes": answer_minutes}
+    start = f"peagle make-drafter {target} --prompts PROMPTS --method {parsed_method}"
+    folder = publish_run(run, card_command(start, numbers | {"epochs": epochs}, changes or []))
     print(f"try it: peagle generate {target} 'Hello' --drafter {folder}")
+
+
+def card_command(start: str, numbers: dict[str, float | None], changes: list[str]) -> str:
+    """The command in the drafter's card; options that are None or 0 are left out."""
+    words = [start, *(f"--{name} {number}" for name, number in numbers.items() if number)]
+    return " ".join([*words, *(f"--set {change}" for change in changes)])
+
+
+def has_state(config: "TrainConfig") -> bool:
+    """Whether training has started: to resume, it needs the same answers."""
+    from peagle.train.state import list_states
+
+    return bool(list_states(Path(config.out).expanduser() / "state"))
 
 
 def choose_config(

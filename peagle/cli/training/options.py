@@ -32,6 +32,14 @@ Validation = Annotated[
         " validation.jsonl is a set for `peagle evaluate`.",
     ),
 ]
+AnswerMinutes = Annotated[
+    float | None,
+    typer.Option(
+        "--answer-minutes",
+        help="Minutes of generating answers: training starts with those that are finished.",
+        show_default=False,
+    ),
+]
 StopAfter = Annotated[
     float | None,
     typer.Option("--stop-after", help="Minutes; run again to resume.", show_default=False),
