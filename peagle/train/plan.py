@@ -56,6 +56,8 @@ def estimate_plan(
     flops = config.packs_per_step * _pack_flops(config, target, drafter, anchors, chain_rows)
     efficiency = EFFICIENCY.get(target.device.type, DEFAULT_EFFICIENCY)
     seconds = steps * flops / (efficiency * measure_matrix_flops(target))
+    if config.minutes:
+        seconds = min(seconds, 60 * config.minutes)
     return Plan(
         parameters=_trainable_parameters(drafter),
         documents=len(documents),

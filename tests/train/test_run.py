@@ -59,6 +59,11 @@ def test_plan_stops_there(folder: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0 and "GB of memory" in done.output and not (tmp_path / "out").exists()
 
 
+def test_plan_ends_with_the_clock(folder: Path, tmp_path: Path) -> None:
+    more = ("steps=1000000000", "minutes=2")
+    assert "free; 2 minutes" in train(*options(folder, tmp_path / "out", *more), "--plan").output
+
+
 def test_dry_run_writes_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     done = train(*options(folder, tmp_path / "out"), "--dry-run")
     assert done.exit_code == 0, done.output
