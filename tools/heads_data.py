@@ -15,6 +15,7 @@ import numpy as np
 
 from peagle.data.bench import Task, read_sets
 from peagle.data.long_prompts import long_prompts
+from peagle.errors import UserError
 from peagle.paths import write_bytes, write_json
 from peagle.regenerate.invent import invent
 from peagle.regenerate.job import VALIDATION_FILE, RegenerateSettings, regenerate
@@ -74,7 +75,7 @@ class Job:
     rung_steps: int = 0  # of each rung's training; 0: rung_seconds
     eagle3_seconds: float = 0.0  # of EAGLE-3's training; 0: what is left
     windows: tuple[int, ...] = ()  # of the drafter, measured in long contexts; 0: none
-    seed: int = 11  # of short answers; seed + 1: of invented ones, seed + 2: of long ones
+    seed: int = 11  # of short answers; the others have seed + 1, the order of long ones seed + 2
 
     @property
     def left(self) -> float:
@@ -145,11 +146,13 @@ def _answer(
 ) -> None:
     record = job.out / f"answers-{name}.json"
     if record.is_file():
+        if (seed := json.loads(record.read_text()).get("seed")) != settings.seed:
+            raise UserError(f"{job.out / name} has the seed {seed}: give another --out or --seed")
         return
     with stage(f"{name} answers"):
         limit = job.answer_seconds[name]
         counts = regenerate(target, prompts, job.out / name, settings, stop_after=limit).as_dict()
-        write_json(record, counts)
+        write_json(record, counts | {"seed": settings.seed})
         print(json.dumps(counts), flush=True)
 
 

@@ -340,7 +340,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     )
     running.add_argument("--temperature", type=float, default=0.7, help="of short answers")
     running.add_argument(
-        "--seed", type=int, default=11, help="of the answers: another one gives new ones"
+        "--seed", type=int, default=11, help="of the answers: new ones in another OUT"
     )
     running.add_argument("--p-eagle", type=float, default=85.0, help="seconds of its training")
     running.add_argument(

@@ -90,7 +90,7 @@ def regenerate(
     """Write the answers to all `prompts` to out/answers.jsonl; call it again after an interruption.
 
     After `stop_after` seconds it ends: an answer that is not finished is not written, but the
-    answers to earlier turns of its conversation are.
+    answers to earlier turns of its conversation are. With 0 seconds nothing is answered.
 
     The prompts `held_out` are written to out/validation.jsonl, once the settings are accepted.
 
@@ -103,6 +103,8 @@ def regenerate(
             write_prompts(held_out, answers.path.with_name(VALIDATION_FILE))
         open_prompts = [prompt for prompt in prompts if prompt.key not in answers.settled]
         answers.counts.resumed = len(prompts) - len(open_prompts)
+        if stop_after <= 0:
+            open_prompts = []
         if open_prompts and settings.endpoint:
             from peagle.regenerate.endpoint import ask_all
 

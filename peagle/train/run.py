@@ -24,6 +24,7 @@ from peagle.train.plan import Plan, estimate_plan
 from peagle.train.setup import (
     TrainingData,
     apply_capture,
+    earlier_vocabulary,
     find_capture,
     load_training_data,
 )
@@ -112,9 +113,11 @@ def dry_run(config: TrainConfig) -> Path:
     config = inherit_window(apply_capture(config))
     target = load_teacher(config, choose_device(config.device))
     ids = None
-    if config.draft_vocab and config.data:
+    if config.draft_vocab < 0:
+        ids = earlier_vocabulary(config, target)
+    elif config.draft_vocab and config.data:
         ids = load_training_data(config, target).target_ids
-    if config.draft_vocab and ids is None:
+    if config.draft_vocab > 0 and ids is None:
         raise UserError(
             "a draft vocabulary is chosen from the data: give `data`, or draft_vocab = 0"
         )

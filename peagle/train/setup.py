@@ -57,9 +57,13 @@ def _draft_vocabulary(config: TrainConfig, target: Target, documents: Documents)
         return choose_draft_vocabulary(
             documents, target.vocab_size, config.draft_vocab, target.stop_ids
         )
-    earlier = checkpoint.load(Path(config.init).expanduser(), target)
-    ids = earlier.target_ids
-    return given_draft_vocabulary(documents, None if ids is None else ids.cpu())
+    return given_draft_vocabulary(documents, earlier_vocabulary(config, target))
+
+
+def earlier_vocabulary(config: TrainConfig, target: Target) -> Tensor | None:
+    """The draft vocabulary of the drafter in `init`; None: all tokens."""
+    ids = checkpoint.load(Path(config.init).expanduser(), target).target_ids
+    return None if ids is None else ids.cpu()
 
 
 def find_capture(data: str) -> Path | None:

@@ -46,3 +46,9 @@ def test_blocks_have_room_for_alike_rows(
 ) -> None:
     matrices = ExpertMatrices(torch.empty(experts, 4, 4, dtype=torch.bfloat16))
     assert tiles.block_rows(matrices, rows * top_k / experts, rows) == expected
+
+
+def test_blocks_of_busy_experts_fit_every_gpu() -> None:
+    matrices = ExpertMatrices(torch.empty(8, 4, 4, dtype=torch.bfloat16))
+    tile = tiles.tile_sizes(matrices, 64, 512, gated=True)
+    assert 2 * tile.block_k * (tile.block_n + 64) * tile.num_stages <= 101_376  # L40S

@@ -157,6 +157,7 @@ def check_candidates(rows: int, size: int, count: int, device: str, dtype: torch
     logits = (some(rows, size + 3) * 3).to(device, dtype)[:, :size]
     logits[0, size // 2 :] = logits[0].max()  # the first of equals counts
     logits[1] = 1
+    logits[2, : size // 2] = -torch.inf  # whole pieces
     factor = torch.linspace(0.5, 1.5, rows, device=device)
     result = candidates.candidates(logits, factor, count)
     expected = candidates.reference(logits, factor, count)

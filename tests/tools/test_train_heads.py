@@ -10,6 +10,7 @@ import pytest
 from peagle.core import Method, Step
 from peagle.drafter.formats import checkpoint
 from peagle.drafter.formats.row_format import INT4
+from peagle.regenerate.answers import Counts
 from peagle.regenerate.job import VALIDATION_FILE
 from peagle.regenerate.prompts import read_prompts
 from peagle.train.data.documents import Document, join_documents
@@ -124,26 +125,36 @@ def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> No
 
 
 def test_another_seed_gives_other_answers(
-    place: Path, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    tiny: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All three kinds of answers have the seed of the command."""
-    seeds: dict[str, list[int]] = {}
+    """In another folder; one with answers is refused."""
+    seeds: dict[str, int] = {}
 
-    def answer(job, target, prompts, name, settings) -> None:
-        seeds.setdefault(name, []).append(settings.seed)
+    def regenerated(target, prompts, out: Path, settings, stop_after: float) -> Counts:
+        seeds[out.name] = settings.seed
+        return Counts()
 
     def invented(target, count: int, out: Path, seed: int) -> Path:
-        seeds.setdefault("prompts", []).append(seed)
+        seeds["prompts"] = seed
         return write_set(tmp_path / "invented.jsonl", 3)
 
-    monkeypatch.setattr(heads_data, "_answer", answer)
+    monkeypatch.setattr(heads_data, "regenerate", regenerated)
     monkeypatch.setattr(heads_data, "invent", invented)
     prompts = place / "prompts-8"
     train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
     words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench")]
-    words += ["--out", str(tmp_path), "--stages", "answers", "--answers", "9,9,9"]
-    assert train_heads.main(words) == 0 and train_heads.main([*words, "--seed", "30"]) == 0
-    assert seeds == {"short": [11, 30], "prompts": [12, 31], "invented": [12, 31], "long": [12, 31]}
+    words += ["--stages", "answers", "--answers", "9,9,9", "--out"]
+    for out, more, first in (("a", [], 11), ("b", ["--seed", "30"], 30)):
+        assert train_heads.main([*words, str(tmp_path / out), *more]) == 0
+        others = dict.fromkeys(("prompts", "invented", "long"), first + 1)
+        assert seeds == {"short": first} | others
+    assert train_heads.main([*words, str(tmp_path / "a")]) == 0
+    assert train_heads.main([*words, str(tmp_path / "a"), "--seed", "30"]) == 2
+    assert "give another --out" in capsys.readouterr().err
 
 
 def interrupt(*_: object) -> None:

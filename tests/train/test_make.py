@@ -76,24 +76,26 @@ def test_every_stage_and_again(folder: Path, tmp_path: Path) -> None:
     assert "resuming" in again and "0 answered" in again
 
 
-def test_the_clock_limits_the_answers(folder: Path, tmp_path: Path) -> None:
-    """The first command answers some prompts, the second trains on them and answers no more."""
+def test_no_answers_are_added_after_training_has_started(folder: Path, tmp_path: Path) -> None:
     words = ("--set", "held_out=2")
     out = tmp_path / "out"
     make(folder, out, *words, "--limit", "9", "--stop-after", "0")
     answers = (out / "answers" / "answers.jsonl").read_text()
     again = make(folder, out, *words, "--answer-minutes", "0.5")
-    assert "resuming" in again
+    assert "no more answers" in again and "0 answered" in again and "resuming" in again
     assert (out / "answers" / "answers.jsonl").read_text() == answers
     card = (out / "p-eagle" / "published" / "README.md").read_text()
-    assert "--answer-minutes 0.5" in card
+    assert "--answer-minutes 0.5 --epochs 2 --set" in card
 
 
-def test_late_prompts_are_not_answered(folder: Path, tmp_path: Path) -> None:
+def test_the_clock_limits_the_answers(folder: Path, tmp_path: Path) -> None:
+    """It is over when the first answers begin, so that training finds none."""
     words = ["make-drafter", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
-    words += ["--out", str(tmp_path / "out"), "--answer-minutes", "0", "--set", "layers=1"]
-    done = CliRunner().invoke(app, words)
-    assert ": 0 answered" in done.output or ": 1 answered" in done.output
+    words += ["--out", str(tmp_path / "out"), "--set", "layers=1", "--answer-minutes"]
+    done = CliRunner().invoke(app, [*words, "1e-9"])
+    assert done.exit_code == 2 and "0 answered" in done.output and "no answer" in done.output
+    refused = CliRunner().invoke(app, [*words, "0"])
+    assert refused.exit_code == 2 and "use more than 0" in refused.output
 
 
 def test_the_pack_fits_the_memory() -> None:

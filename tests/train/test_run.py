@@ -115,6 +115,9 @@ def test_the_draft_vocabulary_of_the_drafter_in_init(folder: Path, tmp_path: Pat
         assert run.data.target_ids is not None and run.trainer.drafter.target_ids is not None
         assert (run.data.target_ids.tolist() == ids) is same and 0 < run.data.coverage < 1
         assert torch.equal(run.trainer.drafter.target_ids.cpu(), run.data.target_ids)
+    words = options(folder, tmp_path / "dry", f"init={init}", "draft_vocab=-1", "data=")
+    assert train(*words, "--dry-run").exit_code == 0
+    assert checkpoint.read(tmp_path / "dry" / "drafter").tensors["target_ids"].tolist() == ids
 
 
 def test_other_documents_are_not_trained_on_further(folder: Path, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def make_drafter(
         raise UserError(f"there is no drafter for method {method}: use p-eagle or eagle3")
     if prompts is None and invent < 1:
         raise UserError("there are no prompts to learn from: give --prompts FILE, or --invent N")
+    if answer_minutes is not None and answer_minutes <= 0:
+        raise UserError(f"--answer-minutes is {answer_minutes:g}: use more than 0, or leave it out")
     from peagle.cli.training.regenerate import regenerate
     from peagle.cli.training.train import print_plan, publish_run, train_run
     from peagle.train.run import TrainRun
@@ -65,22 +67,24 @@ def make_drafter(
         target, parsed_method, out, epochs, device, long, changes or []
     )
     err.print("[bold]1. answers[/]")
-    if answer_minutes is None or not has_state(config):
-        regenerate(
-            out=out / "answers",
-            prompts=prompts,
-            target=target,
-            max_tokens=max_tokens,
-            max_prompt=config.max_length // 2,
-            limit=limit,
-            invent=invent,
-            long=long,
-            validation=validation,
-            keep_truncated=True,
-            stop_after=answer_minutes,
-            context=config.context or None,
-            device=device,
-        )
+    has_started = has_state(config)
+    if has_started:
+        err.print("training has started: no more answers")
+    regenerate(
+        out=out / "answers",
+        prompts=prompts,
+        target=target,
+        max_tokens=max_tokens,
+        max_prompt=config.max_length // 2,
+        limit=limit,
+        invent=invent,
+        long=long,
+        validation=validation,
+        keep_truncated=True,
+        stop_after=0 if has_started else answer_minutes,
+        context=config.context or None,
+        device=device,
+    )
     err.print("[bold]2. training[/]")
     run = TrainRun(config, warn)
     print_plan(run.plan())
@@ -95,7 +99,7 @@ def make_drafter(
 
 def card_command(start: str, numbers: dict[str, float | None], changes: list[str]) -> str:
     """The command in the drafter's card; options that are None or 0 are left out."""
-    words = [start, *(f"--{name} {number}" for name, number in numbers.items() if number)]
+    words = [start, *(f"--{name} {number:g}" for name, number in numbers.items() if number)]
     return " ".join([*words, *(f"--set {change}" for change in changes)])
 
 

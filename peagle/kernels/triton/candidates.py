@@ -1,9 +1,9 @@
 """The M most likely tokens of each row of logits, in descending order, and the row's log-sum-exp.
 
 There are two launches. The first finds the largest logit of each group of neighbors. The second
-reads the M groups with the largest of these again, and takes the M largest logits of them: a logit
-of another group is smaller than the M largest ones of those groups. Of equal logits, the kernel
-takes the first. `factor` multiplies the logits of a row (calibration).
+reads the M groups with the largest of these again, and takes the M largest logits of them: the
+maxima of those M groups come before every logit of another group. Of equal logits, the first comes
+first. `factor` multiplies the logits of a row (calibration).
 
     logits 1 3 2, factor 2, M=2  ->  ids 1 2, logits 6 4, logsumexp 6.14
     groups of two, M=2: 1 3 | 9 8 | 2 0  ->  largest 3 9 2  ->  groups 0 1  ->  logits 9 8
@@ -88,7 +88,8 @@ if triton is not None:
         top = tl.max(tops, 0)
         sums_ptr += (row * tl.num_programs(1) + piece) * 2
         tl.store(sums_ptr, top)
-        tl.store(sums_ptr + 1, tl.sum(tl.sum(tl.exp(x - top), 1), 0))
+        shift = tl.where(top == -float("inf"), 0.0, top)
+        tl.store(sums_ptr + 1, tl.sum(tl.sum(tl.exp(x - shift), 1), 0))
 
     @triton.jit
     def _merge_sums(sums_ptr, pieces, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ from peagle.train.data.documents import Documents
 
 
 class DraftVocabulary(NamedTuple):
-    target_ids: Tensor | None  # [size] target ids, chosen in rising order; None is all tokens
+    target_ids: Tensor | None  # [size] target ids, rising if chosen from answers; None: all tokens
     coverage: float  # fraction of the answers' tokens in it
 
 

@@ -38,8 +38,8 @@ def block_rows(matrices: ExpertMatrices, mean_rows: float, rows: int) -> int:
 
     The rows of a draft choose much the same experts: with 8 requests of 6 rows, few experts have
     3 rows, as the mean says; most have 6, 12 or 18, and matrices should not be read twice. With
-    8 trees of 16 rows and a mean of 16, one expert in 15 has 48 rows or more. With MXFP4, whose
-    limit are instructions, wide blocks cost more than that.
+    8 trees of 16 rows and a mean of 16, many have more than 32. With MXFP4, whose limit are
+    instructions, wide blocks cost more than that.
     """
     alike_rows = 1
     if not matrices.is_mxfp4:
@@ -84,6 +84,6 @@ def tile_sizes(
         return ExpertTiles(block_n=64, block_k=128, num_warps=4, num_stages=3)
     if block_t > MAX_BLOCK_ROWS:
         return ExpertTiles(block_n=128, block_k=64, num_warps=8, num_stages=4)
-    # Two programs have room beside each other.
-    num_stages = 4 if block_t <= 64 and matrices.weight.element_size() <= 2 else 3
+    # 98,304 bytes with blocks of 64 rows in 16 bits: an H200 has room for two programs.
+    num_stages = 4 if block_t <= 64 and matrices.weight.element_size() == 2 else 3
     return ExpertTiles(block_n=128, block_k=64, num_warps=4, num_stages=num_stages)
