@@ -52,13 +52,7 @@ def make_drafter(
 
     Every stage resumes. Example: peagle make-drafter smollm2-135m --prompts prompts.jsonl
     """
-    parsed_method = parse_method(method)
-    if parsed_method not in DRAFTER_METHODS:
-        raise UserError(f"there is no drafter for method {method}: use p-eagle or eagle3")
-    if prompts is None and invent < 1:
-        raise UserError("there are no prompts to learn from: give --prompts FILE, or --invent N")
-    if answer_minutes is not None and answer_minutes <= 0:
-        raise UserError(f"--answer-minutes is {answer_minutes:g}: use more than 0, or leave it out")
+    parsed_method = check_options(method, prompts, invent, answer_minutes)
     from peagle.cli.training.regenerate import regenerate
     from peagle.cli.training.train import print_plan, publish_run, train_run
     from peagle.train.run import TrainRun
@@ -95,6 +89,19 @@ def make_drafter(
     start = f"peagle make-drafter {target} --prompts PROMPTS --method {parsed_method}"
     folder = publish_run(run, card_command(start, numbers | {"epochs": epochs}, changes or []))
     print(f"try it: peagle generate {target} 'Hello' --drafter {folder}")
+
+
+def check_options(
+    method: str, prompts: Path | None, invent: int, answer_minutes: float | None
+) -> "Method":
+    parsed_method = parse_method(method)
+    if parsed_method not in DRAFTER_METHODS:
+        raise UserError(f"there is no drafter for method {method}: use p-eagle or eagle3")
+    if prompts is None and invent < 1:
+        raise UserError("there are no prompts to learn from: give --prompts FILE, or --invent N")
+    if answer_minutes is not None and answer_minutes <= 0:
+        raise UserError(f"--answer-minutes is {answer_minutes:g}: use more than 0, or leave it out")
+    return parsed_method
 
 
 def card_command(start: str, numbers: dict[str, float | None], changes: list[str]) -> str:
