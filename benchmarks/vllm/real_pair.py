@@ -187,18 +187,21 @@ def measure_cell(options: argparse.Namespace) -> None:
             print(json.dumps(cell | load.measure(jobs[:tasks], users)), flush=True)
 
 
-def run_cells(options: argparse.Namespace) -> None:
-    """Run every cell in a process of its own; those that fail or are late leave lines out."""
+def run_cells(options: argparse.Namespace) -> int:
+    """Run every cell in a process of its own; 1 if one of them failed or was late."""
     workers = [start_worker(cell) for cell in options.cells.split(",")]
     timer = threading.Timer(options.seconds, stop_workers, [workers])
     timer.start()
-    for worker in [worker for worker in workers if wait_until_ready(worker)]:
-        for line in measured_lines(worker):
-            with options.out.open("a") as file:
-                file.write(line)
-            print(summary(json.loads(line)), flush=True)
-        worker.wait()
-    timer.cancel()
+    try:
+        for worker in [worker for worker in workers if wait_until_ready(worker)]:
+            for line in measured_lines(worker):
+                with options.out.open("a") as file:
+                    file.write(line)
+                print(summary(json.loads(line)), flush=True)
+        return int(any(worker.wait() != 0 for worker in workers))
+    finally:
+        timer.cancel()
+        stop_workers(workers)
 
 
 def start_worker(cell: str) -> "subprocess.Popen[str]":
@@ -244,15 +247,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=100.0, help="limit on all of it")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "K"), help="measure in this process")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.drafter is None and any(not c.startswith("none") for c in options.cells.split(",")):
+        parser.error("a cell that drafts needs --drafter")
+    return options
 
 
-def main(options: argparse.Namespace) -> None:
-    if options.one:
-        measure_cell(options)
-    else:
-        run_cells(options)
+def main(options: argparse.Namespace) -> int:
+    if not options.one:
+        return run_cells(options)
+    measure_cell(options)
+    return 0
 
 
 if __name__ == "__main__":
-    main(parse_arguments())
+    raise SystemExit(main(parse_arguments()))
