@@ -54,7 +54,7 @@ class VllmLoad:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(options.target)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(options.target, trust_remote_code=False)
         self.engine = load_llm(options, max_users).llm_engine
         self.drafts = options.one[0] != "none"
         stops = json.loads((options.target / "generation_config.json").read_text())["eos_token_id"]
