@@ -76,6 +76,13 @@ def tiny(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_heads, "SNAPSHOT_SECONDS", 0.0)
 
 
+def prepared_run(place: Path, name: str) -> list[str]:
+    """The words of `run` for prompts in the folder of that name, which `prepare` has written."""
+    prompts = place / name
+    assert train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)]) == 0
+    return ["run", "--prompts", str(prompts), "--bench", str(place / "bench")]
+
+
 @pytest.mark.slow
 def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
     prompts, out = place / "prompts", tmp_path / "out"
@@ -112,9 +119,8 @@ def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> None:
     """What is left of a job that was cut off in the second half of its training."""
-    prompts, out = place / "prompts-2", tmp_path / "out"
-    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
-    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    out = tmp_path / "out"
+    words = [*prepared_run(place, "prompts-2"), "--out", str(out)]
     words += ["--stages", "answers,p-eagle", "--answers", "9,0,9"]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train_heads, "write_record", interrupt)
@@ -144,9 +150,7 @@ def test_another_seed_gives_other_answers(
 
     monkeypatch.setattr(heads_data, "regenerate", regenerated)
     monkeypatch.setattr(heads_data, "invent", invented)
-    prompts = place / "prompts-8"
-    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
-    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench")]
+    words = prepared_run(place, "prompts-8")
     words += ["--stages", "answers", "--answers", "9,9,9", "--out"]
     for out, more, first in (("a", [], 11), ("b", ["--seed", "30"], 30)):
         assert train_heads.main([*words, str(tmp_path / out), *more]) == 0
@@ -166,9 +170,8 @@ def test_rungs_in_two_runs(
     place: Path, tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same documents and minutes; a rung with a record is not trained again."""
-    prompts, out = place / "prompts-3", tmp_path / "out"
-    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
-    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    out = tmp_path / "out"
+    words = [*prepared_run(place, "prompts-3"), "--out", str(out)]
     words += ["--stages", "answers,rungs", "--answers", "9,0,9", "--rung-seconds", "0.5"]
     assert train_heads.main([*words, "--rungs", "base,on-policy"]) == 0
     first = json.loads((out / "files" / "rungs.json").read_text())
@@ -184,9 +187,8 @@ def test_rungs_in_two_runs(
     assert checkpoint.read(out / "rungs" / "tree" / "stored").config.trained
 
 
-def train_rungs(place: Path, prompts: Path, out: Path, rungs: str) -> int:
-    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
-    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+def train_rungs(place: Path, prompts: str, out: Path, rungs: str) -> int:
+    words = [*prepared_run(place, prompts), "--out", str(out)]
     words += ["--stages", "answers,rungs", "--answers", "9,0,0", "--rung-seconds", "0.2"]
     return train_heads.main([*words, "--rungs", rungs])
 
@@ -200,9 +202,9 @@ def test_a_rung_that_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A loss that is not finite is one line; the other rungs are trained and in the table."""
-    prompts, out = place / "prompts-5", tmp_path / "out"
+    out = tmp_path / "out"
     monkeypatch.setitem(RUNGS, "on-policy", {"lr": 1e30})
-    assert train_rungs(place, prompts, out, "base,on-policy,tree") == 0
+    assert train_rungs(place, "prompts-5", out, "base,on-policy,tree") == 0
     assert list(json.loads((out / "files" / "rungs.json").read_text())) == ["base", "tree"]
     lines = capsys.readouterr().out.splitlines()
     [failed] = [line for line in lines if "failed" in line]
@@ -217,9 +219,9 @@ def test_the_table_after_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    prompts, out = place / "prompts-6", tmp_path / "out"
+    out = tmp_path / "out"
     monkeypatch.setitem(RUNGS, "on-policy", {"on_policy": 2.0})
-    assert train_rungs(place, prompts, out, "base,on-policy") == 2
+    assert train_rungs(place, "prompts-6", out, "base,on-policy") == 2
     assert list(json.loads((out / "files" / "rungs.json").read_text())) == ["base"]
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-1].startswith("| base |")
@@ -227,9 +229,7 @@ def test_the_table_after_an_error(
 
 
 def test_rungs_without_time(place: Path, tiny: None, tmp_path: Path, capsys) -> None:
-    prompts = place / "prompts-4"
-    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
-    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench")]
+    words = prepared_run(place, "prompts-4")
     words += ["--out", str(tmp_path), "--stages", "answers,rungs", "--answers", "9,0,9"]
     assert train_heads.main([*words, "--seconds", "1"]) == 0
     assert "base: no time left; run again" in capsys.readouterr().out
@@ -239,9 +239,8 @@ def test_rungs_without_time(place: Path, tiny: None, tmp_path: Path, capsys) -> 
 @pytest.mark.slow
 def test_rungs_of_equal_steps_and_another_method(place: Path, tiny: None, tmp_path: Path) -> None:
     """Two commands share a folder; EAGLE-3 alone, and other windows in long contexts."""
-    prompts, out = place / "prompts-7", tmp_path / "out"
-    train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)])
-    words = ["run", "--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+    out = tmp_path / "out"
+    words = [*prepared_run(place, "prompts-7"), "--out", str(out)]
     words += ["--answers", "9,0,9"]
     assert train_heads.main([*words, "--stages", "bench,answers"]) == 0
     assert not (out / "rungs").exists() and not (out / "eagle3").exists()

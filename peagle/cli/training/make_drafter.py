@@ -52,11 +52,12 @@ def make_drafter(
 
     Every stage resumes. Example: peagle make-drafter smollm2-135m --prompts prompts.jsonl
     """
-    parsed_method = check_options(method, prompts, invent, answer_minutes)
-    from peagle.cli.training.regenerate import regenerate
+    from peagle.cli.training.regenerate import check_prompt_options, regenerate
     from peagle.cli.training.train import print_plan, publish_run, train_run
     from peagle.train.run import TrainRun
 
+    check_prompt_options(prompts, invent, limit, validation)
+    parsed_method = check_options(method, answer_minutes)
     config, max_tokens = choose_config(
         target, parsed_method, out, epochs, device, long, changes or []
     )
@@ -91,14 +92,10 @@ def make_drafter(
     print(f"try it: peagle generate {target} 'Hello' --drafter {folder}")
 
 
-def check_options(
-    method: str, prompts: Path | None, invent: int, answer_minutes: float | None
-) -> "Method":
+def check_options(method: str, answer_minutes: float | None) -> "Method":
     parsed_method = parse_method(method)
     if parsed_method not in DRAFTER_METHODS:
         raise UserError(f"there is no drafter for method {method}: use p-eagle or eagle3")
-    if prompts is None and invent < 1:
-        raise UserError("there are no prompts to learn from: give --prompts FILE, or --invent N")
     if answer_minutes is not None and answer_minutes <= 0:
         raise UserError(f"--answer-minutes is {answer_minutes:g}: use more than 0, or leave it out")
     return parsed_method
