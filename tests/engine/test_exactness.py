@@ -10,7 +10,7 @@ import torch
 from peagle.core import METHODS, Method
 from peagle.draft_shape import DraftShape
 from peagle.engine import EngineConfig
-from peagle.engine.model import weight
+from peagle.engine.model import batch_invariance, weight
 from peagle.engine.model.batch_invariance import (
     InvarianceProbe,
     enable_batch_invariance,
@@ -162,6 +162,16 @@ def test_the_probe_finds_what_depends_on_the_batch(
     assert "batch" in str(changed(is_alone_behind_a_long_context))
     if not shape.is_chain:
         assert "tree" in str(changed(lambda rows: rows.tree_masks is not None))
+
+
+@needs_c
+def test_the_probe_finds_a_softmax_that_depends_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = pair("llama").target
+    verifier = build_verifier(target, 300)
+    monkeypatch.setattr(batch_invariance, "softmax", lambda x: x.softmax(-1) + len(x) * 1e-3)
+    assert "softmax" in str(enable_batch_invariance(verifier, target, PAGE, DraftShape(1, 1)))
 
 
 @pytest.mark.parametrize(

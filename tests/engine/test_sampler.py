@@ -1,6 +1,7 @@
 """A batch with drafts gives each request the tokens that transformers' processors give it alone."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.core import Sampling
+from peagle.engine.sampling import row_softmax
+from peagle.engine.sampling.row_softmax import log_softmax, softmax
 from peagle.engine.sampling.sampler import Sampler, logprobs
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.errors import UserError
@@ -187,6 +190,41 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         result.rank, (exact.argsort(descending=True) == tokens[..., None]).int().argmax(-1) + 1
     )
     assert logprobs(logits, tokens, 0).ids.shape == (2, 2, 0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """PyTorch divides a single row among threads only where there are several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("vocab", [50257, 49152])
+def test_probabilities_of_a_row_do_not_depend_on_the_batch(
+    vocab: int, device: str, two_threads: None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(24, 1, vocab, generator=generator)).to(device)
+    tokens = torch.arange(24, device=device)[:, None]
+    for compute in (softmax, log_softmax):
+        rows = [compute(row[None].clone()) for row in logits]
+        assert torch.equal(compute(logits), torch.cat(rows))
+    together = logprobs(logits, tokens, 5)
+    alone = [logprobs(row[None].clone(), tokens[i][None], 5) for i, row in enumerate(logits)]
+    for field, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.equal(field, torch.cat(parts))
+
+
+def test_padding_changes_no_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, rows of an odd vocabulary are padded."""
+    logits = TABLE[:4].reshape(2, 2, 9)
+    padded = torch.nn.functional.pad(logits, (0, 3), value=-torch.inf)
+    monkeypatch.setattr(row_softmax, "aligned", lambda _: padded)
+    torch.testing.assert_close(softmax(logits), logits.softmax(-1))
+    torch.testing.assert_close(log_softmax(logits), logits.log_softmax(-1))
 
 
 def test_broken_rows_are_found() -> None:

@@ -7,9 +7,10 @@ the machine, bit by bit. Requests of random tokens run in two ways:
     together    all prompts in one pass, then blocks of drafts of all requests, then trees
     alone       prompts in pieces, one request at a time, then row after row
 
-Keys, values and logits must be equal. Prefix caching, chunked prompts and preemption are exact for
-the same reason: a row may come from any pass. One more request has a long context of random keys
-and values instead of a prompt, behind which its drafts run.
+Keys, values and logits must be equal, and so must the softmax of rows together and alone. Prefix
+caching, chunked prompts and preemption are exact for the same reason: a row may come from any pass.
+One more request has a long context of random keys and values instead of a prompt, behind which its
+drafts run.
 
 Engines that share a target may share a successful probe of the C kernels. On a GPU they do not:
 every verifier chooses products of the vendor's library for itself.
@@ -28,6 +29,7 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.verifier import Verifier, target_kv_shapes
 from peagle.engine.model.verifier_probe import describe_target
+from peagle.engine.sampling.row_softmax import log_softmax, softmax
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.batch_invariant.vendor_gemm import ROW_COUNTS, VendorRows
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
@@ -251,6 +253,7 @@ class InvarianceProbe:
             ("the division of prompts into passes", self._prompts_agree),
             ("the number of rows of a chain, or the batch", self._chains_agree),
             ("a tree", self._trees_agree),
+            ("the number of rows of a softmax", self._probabilities_agree),
         )
 
     def _forward(self, cache: ProbeCache, ids: Tensor, rows: RowPass) -> Tensor:
@@ -345,6 +348,17 @@ class InvarianceProbe:
                 ):
                     return False
         return True
+
+    def _probabilities_agree(self) -> bool:
+        """What sampling and log-probabilities read: rows together, and each alone."""
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(REPEATS, self.target.vocab_size, generator=generator)
+        logits = logits.to(self.ids.device)
+        alone = [logits[i : i + 1].clone() for i in range(REPEATS)]
+        return all(
+            torch.equal(compute(logits), torch.cat([compute(row) for row in alone]))
+            for compute in (softmax, log_softmax)
+        )
 
     def _tree_ids(self, request: int) -> Tensor:
         first = self.lengths[request]

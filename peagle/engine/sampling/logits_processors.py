@@ -28,6 +28,7 @@ from torch import Tensor
 
 from peagle.core import Sampling
 from peagle.engine.device import to_device
+from peagle.engine.sampling.row_softmax import softmax
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.kernels.triton.top_p import top_p as remove_tail
 
@@ -131,7 +132,7 @@ def min_p(states: list[SamplingState]) -> LogitsProcessor:
     fraction = column(states, lambda s: s.min_p)
 
     def process(x: Tensor, drafts: Tensor, position: Tensor, follows: Tensor) -> Tensor:
-        p = x.softmax(-1)
+        p = softmax(x)
         return x.masked_fill(p < fraction * p.amax(-1, keepdim=True), -torch.inf)
 
     return process

@@ -24,6 +24,7 @@ from peagle.engine.sampling.logits_processors import (
     LogitsProcessor,
     Penalties,
 )
+from peagle.engine.sampling.row_softmax import log_softmax, softmax
 from peagle.engine.sampling.sampling_state import SamplingState
 from peagle.kernels.triton.argmax import argmax
 from peagle.kernels.triton.draw_tokens import draw_tokens
@@ -84,7 +85,7 @@ class SamplingGroup:
         Rows beyond max_tokens are never used: they take the last number.
         """
         uniform = self.uniforms[self.first + position.minimum(self.last)]
-        return draw_tokens(x.softmax(-1).flatten(0, 1), uniform.flatten()).view(uniform.shape)
+        return draw_tokens(softmax(x).flatten(0, 1), uniform.flatten()).view(uniform.shape)
 
     def commit(self, tokens: Tensor, accepted: Tensor) -> None:
         for users, process in self.processors:
@@ -149,10 +150,11 @@ class Logprobs(NamedTuple):
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> Logprobs:
     """Log-probabilities of the raw logits [B, R, V], before any processing, for tokens [B, R]."""
-    total = logits.float().logsumexp(-1, keepdim=True)
-    chosen = logits.gather(-1, tokens[..., None])
-    values, ids = logits.topk(top, sorted=True)
-    return Logprobs((chosen - total)[..., 0], (logits > chosen).sum(-1) + 1, ids, values - total)
+    values = log_softmax(logits.float())
+    chosen = tokens[..., None]
+    rank = (logits > logits.gather(-1, chosen)).sum(-1) + 1
+    ids = logits.topk(top, sorted=True).indices
+    return Logprobs(values.gather(-1, chosen)[..., 0], rank, ids, values.gather(-1, ids))
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
