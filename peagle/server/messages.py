@@ -27,6 +27,10 @@ class EngineKey(NamedTuple):
     k: int | str  # "auto": adaptive drafting; 0: no drafts
 
 
+# The supervisor's end of a worker's socket has this identity; those of fronts are made by ZeroMQ.
+SUPERVISOR_IDENTITY = b"supervisor"
+
+
 class Message(msgspec.Struct, array_like=True, omit_defaults=True):
     pass
 

@@ -32,8 +32,10 @@ LONG = GenerationParams(200, ignore_eos=True)
 class RawFront:
     """A front that reads only when a test does."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, identity: bytes = b"") -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        if identity:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.RCVHWM, 1)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
@@ -68,6 +70,10 @@ def started() -> Iterator[tuple[EngineWorker, RawFront]]:
         front.socket.close()
         pool.close()
         worker.close()
+
+
+def worker_address(worker: EngineWorker) -> str:
+    return worker._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
 
 
 def slow_down(worker: EngineWorker, seconds: float) -> None:
@@ -113,6 +119,23 @@ def test_the_status_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             front.receive_until(lambda batch: batch.status)
             seconds.append(time.monotonic() - asked)
     assert sum(each < 5 for each in seconds) == 3, seconds
+
+
+def test_the_supervisor_gets_a_status_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process is killed then, no front has shown higher counts than the supervisor keeps."""
+    monkeypatch.setattr(engine_worker, "STATUS_SECONDS", 3600.0)
+    sent: list[bytes] = []
+    with started() as (worker, front):
+        supervisor = RawFront(worker_address(worker), messages.SUPERVISOR_IDENTITY)
+        supervisor.send(FrontBatch())
+        supervisor.receive()
+        front.receive()
+        send = worker._send
+        monkeypatch.setattr(worker, "_send", lambda to: sent.append(to.identity) or send(to))
+        front.send(FrontBatch(wants_status=True))
+        assert supervisor.receive().status and front.receive().status
+        supervisor.socket.close()
+    assert len(sent) == 2 and sent[0] == messages.SUPERVISOR_IDENTITY
 
 
 def test_a_front_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

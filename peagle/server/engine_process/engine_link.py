@@ -18,7 +18,10 @@ MAX_READS = 8
 
 
 class EngineLink:
-    def __init__(self, address: str, on_batch: Callable[[WorkerBatch], None]) -> None:
+    def __init__(
+        self, address: str, on_batch: Callable[[WorkerBatch], None], identity: bytes = b""
+    ) -> None:
+        """`identity` of the socket; b"": ZeroMQ makes one."""
         self._on_batch = on_batch
         self._loop = asyncio.get_running_loop()
         self._batch = FrontBatch()
@@ -27,6 +30,8 @@ class EngineLink:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        if identity:
+            self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.connect(address)
         self._descriptor: int = self._socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._descriptor, self._read)

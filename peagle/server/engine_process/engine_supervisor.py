@@ -13,7 +13,12 @@ from pathlib import Path
 
 from peagle.server.engine_process.engine_link import EngineLink
 from peagle.server.engines.status_counts import StatusCounts
-from peagle.server.messages import EngineState, WorkerBatch, WorkerStatus
+from peagle.server.messages import (
+    SUPERVISOR_IDENTITY,
+    EngineState,
+    WorkerBatch,
+    WorkerStatus,
+)
 from peagle.server.settings import ServerSettings
 from peagle.server.supervisor.child_process import ChildProcess
 from peagle.server.supervisor.launch_spec import LaunchSpec, inherited_environment
@@ -78,7 +83,7 @@ class EngineSupervisor(ProcessSupervisor):
     def start_process(self) -> ChildProcess:
         process = self._early or ChildProcess(self.launch_spec())
         self._early = None
-        self._link = EngineLink(self.address, self._receive)
+        self._link = EngineLink(self.address, self._receive, SUPERVISOR_IDENTITY)
         self._on_change()
         return process
 

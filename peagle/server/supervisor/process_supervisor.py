@@ -132,6 +132,7 @@ class ProcessSupervisor:
             while process.is_running and reason is None:
                 await asyncio.sleep(POLL_SECONDS)
                 reason = self.replacement_reason()
+            await asyncio.sleep(POLL_SECONDS)  # What it has sent last is read meanwhile.
         finally:
             self.state = "down"
             monitor.cancel()

@@ -21,7 +21,7 @@ import zmq
 from peagle.server import messages
 from peagle.server.engines.engine_pool import EnginePool
 from peagle.server.http.logs import log_event
-from peagle.server.messages import TargetInfo, WorkerStatus
+from peagle.server.messages import SUPERVISOR_IDENTITY, TargetInfo, WorkerStatus
 from peagle.server.worker.calls import CallHandler, engine_info
 from peagle.server.worker.engine_builds import EngineBuilds
 from peagle.server.worker.fronts import Front
@@ -108,7 +108,7 @@ class EngineWorker:
     def _receive(self, identity: bytes, payload: bytes, now: float) -> None:
         front = self.fronts.get(identity)
         if front is None:
-            front = self.fronts[identity] = Front(identity)
+            front = self._add_front(identity)
             self._next_status = 0.0
         front.last_heard = now
         batch = messages.decode_front(payload)
@@ -122,6 +122,15 @@ class EngineWorker:
             self.calls.end(front, call_id)
         if batch.wants_status:
             self._next_status = 0.0
+
+    def _add_front(self, identity: bytes) -> Front:
+        """The supervisor comes first: if this process dies, its last counts are those that stay."""
+        front = Front(identity)
+        if identity == SUPERVISOR_IDENTITY:
+            self.fronts = {identity: front} | self.fronts
+        else:
+            self.fronts[identity] = front
+        return front
 
     def _send(self, front: Front) -> None:
         batch = front.take_batch()
