@@ -231,7 +231,7 @@ class EngineLoop:
             output=request.output,
         )
         state.ngram = None
-        self.stepper.write_tokens(slot, request)
+        self.stepper.enter(slot, request)
         self.metrics.cached_tokens += request.cached
         if state.stream.cached_tokens is None:
             # A preempted request finds its own pages when it returns: those do not count.

@@ -12,7 +12,8 @@ accept. A credit of 1 % of the steps pays for the time that exploration loses. N
 starts in a step whose duration is not measured because a prefill runs in it too. All choices are
 deterministic, given the observations.
 
-The drafter's KV cache is kept up to date without drafts too: that cost is part of c(b, 0).
+Without drafts, too, the drafter's KV cache is brought up to date: on a GPU in every step, which is
+part of c(b, 0), and on a CPU once in a page (engine/kv/deferred_rows.py).
 """
 
 from collections import Counter

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from peagle.draft_shape import NO_DRAFT, DraftShape
 from peagle.drafter import Drafter
 from peagle.drafter.replacement import private_copy
+from peagle.engine.kv.deferred_rows import DeferredRows
 from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.kv.slots import DecodeSlots
 from peagle.engine.model.drafting import DraftRunner
@@ -75,6 +76,7 @@ class Stepper:
         if size.ngram:
             self.slots.keep_tokens(DEFAULT_MIN_MATCH if drafter is not None else 0)
         self.drafter: DraftRunner | None = None
+        self.deferred_rows: DeferredRows | None = None
         self.drafter_config = drafter.config if drafter is not None else None
         if drafter is not None:
             self.verifier.taps = tuple(drafter.config.aux_layer_ids or ())
@@ -85,6 +87,8 @@ class Stepper:
                 # Drafts need not be exact, and a drafter in int8 takes less time and memory. Its
                 # acceptance length is the same (docs/cpu.md).
                 self.drafter.quantize()
+            if not self.on_gpu:
+                self.deferred_rows = DeferredRows(size.max_batch, page_size)
         self.row_multiple = 1  # Exact mode pads passes to a multiple of rows.
         self.graphs = Graphs()
         weights = row_weight_count(target.layers)
@@ -174,10 +178,12 @@ class Stepper:
         self.graphs = Graphs()
         self._slot_indices.clear()
 
-    def write_tokens(self, slot: int, request: Request) -> None:
-        """Keep the tokens of a request that enters this slot, where prompt lookup needs them."""
+    def enter(self, slot: int, request: Request) -> None:
+        """Prepare a slot for its next request; prompt lookup needs its tokens."""
         if self.slots.ngram is not None:
             self.slots.ngram.write_prompt(slot, request.tokens)
+        if self.deferred_rows is not None:
+            self.deferred_rows.clear(slot)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -295,10 +301,24 @@ class Stepper:
             block = VerifiedBlock(
                 path.path_ids, hidden, first, accepted, path.newest, page_tables, verified.ends
             )
-            draft_confidence = self.drafter.draft(block, draft_shape, index, self.slots.trees)
+            draft_confidence = self._draft(self.drafter, block, draft_shape, index)
         if ngram is not None:
             ngram.write_drafts(index, self.slots.trees, draft_shape)
         return AcceptOutput(path.packed, path.flat_rows, draft_confidence)
+
+    def _draft(
+        self, drafter: DraftRunner, block: VerifiedBlock, shape: DraftShape, index: Tensor
+    ) -> Tensor | None:
+        """Write the next drafts to the slots `index`, and bring the drafter's KV cache up to date.
+
+        Without drafts that may wait for a later step. Returns the draft confidence, if any.
+        """
+        if self.deferred_rows is not None:
+            next_block = self.deferred_rows.next_block(index, block, drafts=shape != NO_DRAFT)
+            if next_block is None:
+                return None
+            block = next_block
+        return drafter.draft(block, shape, index, self.slots.trees)
 
     def _accept(
         self,
