@@ -36,7 +36,12 @@ from peagle.engine.sizing import (
     scheduler_config,
     uses_ngrams,
 )
-from peagle.engine.step.exact_mode import ExactMode, enable_exact_mode, expects_exact_mode
+from peagle.engine.step.exact_mode import (
+    ExactChoice,
+    ExactMode,
+    enable_exact_mode,
+    expects_exact_mode,
+)
 from peagle.engine.step.graph_backlog import GraphBacklog
 from peagle.engine.step.startup_times import StartupTimes
 from peagle.engine.step.step_measurements import ExpertLoad, expert_load, time_graphs
@@ -67,7 +72,7 @@ class Engine:
             config, pair, self.method, drafter, self.ngram
         )
         if config.int8:
-            check_int8(self.target, self.max_shape)
+            check_int8(self.target)
         self.context = engine_context(config, self.target)
         self._stepper = build_stepper(
             config, pair, drafter, self.max_shape, self.context, self.ngram
@@ -75,8 +80,11 @@ class Engine:
         if config.int8:
             self._stepper.quantize()
         self.weights = "int8" if config.int8 else self._stepper.weights
-        self.exact_mode: ExactMode | None = None
-        exact_seconds = self._enable_exact_mode()
+        before = time.perf_counter()
+        exact = self._enable_exact_mode()
+        exact_seconds = time.perf_counter() - before
+        self.exact_mode: ExactMode | None = exact.mode
+        self.exact_reason = exact.reason  # Why requests do not share exact passes; None: they do.
         self._allocator = self._page_allocator()
         self._scheduler = Scheduler(
             self._allocator,
@@ -87,7 +95,7 @@ class Engine:
         )
         self.loop = self._build_loop()  # Internal: only the engine's own tests look inside.
         self.startup.add("build", time.perf_counter() - started - exact_seconds)
-        if exact_seconds:
+        if expects_exact_mode(config, self.target):
             self.startup.add("exact", exact_seconds)
         self._lock = self.loop.lock
         self._closed = False
@@ -346,6 +354,7 @@ class Engine:
                 "drafter_version": self.loop.drafter_version,
                 "exact": self.exact,
                 "exact_mode": self.exact_mode,
+                "exact_reason": self.exact_reason,
                 "int8": self.config.int8,
                 "weights": self.weights,
                 "kernels": "triton" if self._on_gpu else kernel_state(),
@@ -451,17 +460,13 @@ class Engine:
     def _one_by_one(self) -> bool:
         return self.exact_mode == "one by one"
 
-    def _enable_exact_mode(self) -> float:
-        """Returns the seconds of it, 0 where it is not used."""
-        started = time.perf_counter()
-        if not expects_exact_mode(self.config, self.target):
-            return 0.0
-        self._start_compiling()
+    def _enable_exact_mode(self) -> ExactChoice:
+        if expects_exact_mode(self.config, self.target):
+            self._start_compiling()
         exact = enable_exact_mode(self.config, self._stepper, self.max_shape)
-        self.exact_mode = exact.mode
         if exact.max_shape != self.max_shape:
             self.max_shape, self.drafter_shape = exact.max_shape, self.drafter_shape.as_chain()
-        return time.perf_counter() - started
+        return exact
 
     def _start_compiling(self) -> None:
         """On a GPU, let the kernels of steps compile while exact mode is probed."""

@@ -201,12 +201,7 @@ def scheduler_config(
     )
 
 
-def check_int8(target: Target, max_shape: DraftShape) -> None:
-    if not max_shape.is_chain:
-        raise UserError(
-            "int8 drafts chains only, because the sums of a tree are rounded otherwise:"
-            " leave out `int8` or `tree`"
-        )
+def check_int8(target: Target) -> None:
     if target.device.type != "cpu":
         raise UserError(
             f"int8 runs on a CPU only, and the target is on {target.device.type}: leave out `int8`"

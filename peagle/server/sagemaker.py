@@ -148,15 +148,25 @@ def option_arguments(name: str, value: str, for_vllm: bool = False) -> list[str]
     if not is_native and not for_vllm:
         check_ignored(name, option)
         return []
+    if option in FLAG_OPTIONS:
+        value = flag_value(name, value)
     if value == "false":
         return ["--no-exact"] if option == "exact" else []
-    is_flag = value in ("true", "") or option in FLAG_OPTIONS
+    is_flag = value in ("true", "")
     values = [] if is_flag else split_array(value)
     if not is_native:
         return forward_to_vllm([f"--{option}", *values])
     if is_flag:
         return [f"--{option}"]
     return [word for element in values for word in (f"--{option}", element)]
+
+
+def flag_value(name: str, value: str) -> str:
+    """The value of a flag of our own, as "true" or "false"."""
+    word = value.lower()
+    if word not in ("true", "1", "", "false", "0"):
+        raise UserError(f"{name} is {value[:40]!r}: set it to true or false")
+    return "false" if word in ("false", "0") else "true"
 
 
 def check_ignored(name: str, option: str) -> None:

@@ -88,6 +88,7 @@ MANY = [
 
 DRAFTING: list[tuple[Method, int, int]] = [  # method, K, nodes of the tree
     ("none", 1, 0),
+    ("ngram", 4, 0),
     ("eagle3", 3, 0),
     ("p-eagle", 7, 0),
     ("p-eagle", 4, 12),
@@ -118,7 +119,8 @@ def many_alone(name: str) -> list[list[int]]:
 )
 def test_batches_change_no_bit(name: str, method: Method, k: int, tree: int) -> None:
     """Staggered arrival, chunks of prompts, shared prefixes, sampling, and pages that run out."""
-    options = {"page_size": PAGE, "kv_tokens": 144 if tree < 40 else 208, "max_batch": 8}
+    kv_tokens = 208 if tree == 40 else 160 if method == "ngram" else 144
+    options = {"page_size": PAGE, "kv_tokens": kv_tokens, "max_batch": 8}
     engine = engine_of(pair(name), method, k, tree=tree, exact=True, **options)
     assert engine.exact_mode == "batched"
     batches: list[int] = []
@@ -137,6 +139,11 @@ def test_batches_with_adaptive_drafting() -> None:
 
 def is_alone_behind_a_long_context(rows: RowPass) -> bool:
     return len(rows.row_counts) == 1 and int(rows.first_positions[0]) > 200
+
+
+def is_a_tree_alone(rows: RowPass) -> bool:
+    """Of the request with the longest prompt."""
+    return rows.tree_masks is not None and is_alone_behind_a_long_context(rows)
 
 
 @needs_c
@@ -162,6 +169,7 @@ def test_the_probe_finds_what_depends_on_the_batch(
     assert "batch" in str(changed(is_alone_behind_a_long_context))
     if not shape.is_chain:
         assert "tree" in str(changed(lambda rows: rows.tree_masks is not None))
+        assert "tree" in str(changed(is_a_tree_alone))
 
 
 @needs_c
@@ -247,7 +255,7 @@ def test_the_same_seed_gives_the_same_tokens() -> None:
     for method in METHODS:
         engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
         answers.append([tokens_of(steps) for steps in serve(engine, asked)])
-    assert answers[0] == answers[1] == answers[2]
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_it_is_refused_where_rows_depend_on_their_neighbors() -> None:
@@ -275,7 +283,9 @@ def test_the_default_is_exact_in_batches() -> None:
     engine.on_step(lambda record: batches.append(record.batch))
     assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
     assert engine.status()["exact_mode"] == "batched" and max(batches) == 2
-    assert not engine_of(pair("llama"), "p-eagle", exact=False).exact
+    assert engine.status()["exact_reason"] is None
+    turned_off = engine_of(pair("llama"), "p-eagle", exact=False).status()
+    assert (turned_off["exact"], turned_off["exact_reason"]) == (False, "it is turned off")
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])
@@ -283,6 +293,7 @@ def test_the_default_is_not_exact_in_float32(one_by_one: bool) -> None:
     """Near ties are unlikely there."""
     engine = engine_of(pair_of(make_target()), "none", one_by_one=one_by_one)
     assert engine.exact_mode is None and "exact" not in engine.startup.as_dict()
+    assert "float32" in engine.status()["exact_reason"]
 
 
 @pytest.mark.parametrize(("one_by_one", "mode"), [(True, "one by one"), (False, None)])
@@ -293,6 +304,7 @@ def test_by_default_requests_have_own_passes_only_where_that_is_allowed(
     engine = engine_of(pair("gemma2"), "none", one_by_one=one_by_one)
     status = engine.status()
     assert (status["exact"], status["exact_mode"]) == (mode is not None, mode)
+    assert status["exact_reason"].startswith("its layers run through transformers")
     assert engine.loop.scheduler.allocator.caching == (mode is None)
     assert engine_of(pair("gemma2"), "none", one_by_one=one_by_one, exact=True).exact
 
@@ -393,6 +405,26 @@ def test_it_is_probed_and_not_assumed() -> None:
     assert exact_multiple(verifier, target, 64) is None
 
 
+def test_all_rows_of_a_block_are_compared() -> None:
+    target = pair("llama").target
+    verifier = build_verifier(target, 300)
+    forward = verifier.forward
+
+    def with_another_last_row(ids, rows, kv_cache, logit_rows=None):
+        logits, hidden = forward(ids, rows, kv_cache, logit_rows)
+        if rows.max_rows == 16:
+            logits[15] += 1
+        return logits, hidden
+
+    verifier.forward = with_another_last_row  # type: ignore[method-assign]
+    assert exact_multiple(verifier, target, 64) is None
+
+
+def test_a_context_too_short_for_the_probe_proves_nothing() -> None:
+    target = make_target(max_position_embeddings=16)
+    assert exact_multiple(build_verifier(target, 16), target, 64) is None
+
+
 @pytest.mark.parametrize("supported", [True, False])
 def test_passes_for_the_compiler_leave_the_layers_as_they_are(
     supported: bool, monkeypatch: pytest.MonkeyPatch
@@ -463,11 +495,12 @@ def test_passes_are_padded() -> None:
 
 
 @needs_c
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-def test_lossless_in_int8_too(method: Method) -> None:
+@pytest.mark.parametrize(("method", "tree"), [("p-eagle", 0), ("p-eagle", 12), ("eagle3", 0)])
+def test_lossless_in_int8_too(method: Method, tree: int) -> None:
     """Neither drafts nor other requests change a token of the int8 target."""
     options = {"exact": True, "int8": True, "page_size": PAGE, "kv_tokens": 600}
-    plain, drafted = (engine_of(pair("llama"), used, **options) for used in ("none", method))
+    plain = engine_of(pair("llama"), "none", **options)
+    drafted = engine_of(pair("llama"), method, tree=tree, **options)
     answers = [[tokens_of(steps) for steps in serve(engine, ASKED)] for engine in (plain, drafted)]
     assert answers[0] == answers[1] and all(len(answer) == COUNT for answer in answers[0])
     assert drafted.status()["int8"] and drafted.exact

@@ -63,6 +63,23 @@ def test_variables_become_options(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [("True", ["--exact"]), ("1", ["--exact"]), ("False", ["--no-exact"]), ("0", ["--no-exact"])],
+)
+def test_values_of_flags(value: str, options: list[str], tmp_path: Path) -> None:
+    assert serve_arguments({"SM_VLLM_EXACT": value}, tmp_path) == [*BASE, *options]
+    assert serve_arguments({"SM_VLLM_NO_EXACT": value}, tmp_path) == [
+        *BASE,
+        *(["--no-exact"] if options == ["--exact"] else []),
+    ]
+
+
+def test_a_flag_that_is_neither_true_nor_false(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"SM_VLLM_EXACT is 'maybe': set it to true or false"):
+        serve_arguments({"SM_VLLM_EXACT": "maybe"}, tmp_path)
+
+
 def test_flags_that_turn_off_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"SM_VLLM_NO_EXACT": "true", "SM_VLLM_NO_NGRAM": ""}
     assert serve_arguments(variables, tmp_path) == [*BASE, "--no-exact", "--no-ngram"]

@@ -35,8 +35,9 @@ from peagle.kernels.triton.batch_invariant.vendor_gemm import ROW_COUNTS, Vendor
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
 
-PROMPT_LENGTHS = (11, 70, 133)  # within a block of 64 keys, and across the ends of blocks
-LONG_CONTEXT = 1000  # more blocks of keys than splits
+# Within a block of 64 keys, and just before the ends of two: drafts lie across them.
+PROMPT_LENGTHS = (11, 60, 125)
+LONG_CONTEXT = 1021  # More blocks of keys than splits; drafts lie across the end of one.
 PIECES = (3, 1, 16, 8, 65, 2)  # rows of the passes over a prompt alone, in turn
 MIN_BLOCK = 8  # rows of a chain, at least
 REPEATS = 18  # of all requests in one pass: hundreds of rows
@@ -325,29 +326,32 @@ class InvarianceProbe:
         return self._forward(self.alone, self.ids[request, position : position + 1], rows)[0]
 
     def _trees_agree(self) -> bool:
-        """Some paths of a tree, against chains of the same tokens."""
+        """Trees of all requests, and of each alone; some of their paths against chains."""
         if self.tree is None:
             return True
-        requests = self.requests
-        count = len(self.tree.depths)
-        rows = self.together.rows(requests, self.lengths, [count] * len(requests))
-        depths, masks = (
-            torch.tensor(x, device=self.ids.device) for x in (self.tree.depths, self.tree.masks)
-        )
-        rows.positions = rows.first_positions.long()[:, None].add(depths).flatten()
-        rows.tree_masks = masks.repeat(len(requests))
-        rows.tree_depth = max(self.tree.depths)
-        ids = torch.stack([self._tree_ids(r) for r in requests])  # [requests, rows]
-        logits = self._forward(self.together, ids.flatten(), rows).unflatten(0, ids.shape)
-        for request in requests:
+        together = self._tree_logits(self.tree, self.requests)
+        for request in self.requests:
+            alone = self._tree_logits(self.tree, [request])[0]
+            if not torch.equal(alone, together[request]):
+                return False
             for leaf in self.tree.deepest:
                 path = self.tree.path(leaf)
-                chain = self.alone.rows([request], [self.lengths[request]], [len(path)])
-                if not torch.equal(
-                    self._forward(self.alone, ids[request, path], chain), logits[request, path]
-                ):
+                rows = self.alone.rows([request], [self.lengths[request]], [len(path)])
+                chain = self._forward(self.alone, self._tree_ids(request)[path], rows)
+                if not torch.equal(chain, alone[path]):
                     return False
         return True
+
+    def _tree_logits(self, tree: ProbeTree, requests: Sequence[int]) -> Tensor:
+        """The logits [requests, rows, V] of the same tree for each of these requests."""
+        lengths = [self.lengths[r] for r in requests]
+        rows = self.together.rows(requests, lengths, [len(tree.depths)] * len(requests))
+        depths, masks = (torch.tensor(x, device=self.ids.device) for x in (tree.depths, tree.masks))
+        rows.positions = rows.first_positions.long()[:, None].add(depths).flatten()
+        rows.tree_masks = masks.repeat(len(requests))
+        rows.tree_depth = max(tree.depths)
+        ids = torch.stack([self._tree_ids(r) for r in requests])  # [requests, rows]
+        return self._forward(self.together, ids.flatten(), rows).unflatten(0, ids.shape)
 
     def _probabilities_agree(self) -> bool:
         """What sampling and log-probabilities read: rows together, and each alone."""

@@ -46,15 +46,18 @@ def exact_multiple(verifier: Verifier, target: Target, page_size: int, k: int = 
     """The multiple of rows that makes passes exact.
 
     None: no multiple does, as in mixtures of experts that run through transformers: the number of
-    rows of an expert changes their bits there.
+    rows of an expert changes their bits there. Nor is there one if the target's context is too
+    short for the probe.
     """
     blocks: tuple[int, ...] = PROBED_BLOCKS
     if k + 1 > max(PROBED_BLOCKS):
         blocks = (*PROBED_BLOCKS, k + 1)
     for multiple in ROW_MULTIPLES:
-        if all(
+        most = target.context - max(blocks) - multiple
+        contexts = sorted({min(context, most) for context in PROBED_CONTEXTS})
+        if contexts[0] > 0 and all(
             is_bit_equal(verifier, target, page_size, context, blocks, multiple)
-            for context in PROBED_CONTEXTS
+            for context in contexts
         ):
             return multiple
     return None
@@ -96,22 +99,14 @@ def is_bit_equal(
     blocks: tuple[int, ...],
     multiple: int,
 ) -> bool:
-    """Whether the logits of a row are the same inside a block and as the first row of a pass.
-
-    True if the target's context is too short for the probe.
-    """
-    length = context + max(blocks) + multiple
-    if length > target.context:
-        return True
-    probe = Probe(verifier, target, page_size, length)
+    """Whether the logits of a row are the same inside a block and as the first row of a pass."""
+    probe = Probe(verifier, target, page_size, context + max(blocks) + multiple)
 
     def run_passes() -> tuple[list[Tensor], list[Tensor]]:
         probe.logits(0, context, 1)
         in_blocks = [probe.logits(context, size, multiple) for size in blocks]
-        return in_blocks, [probe.logits(context + i, 1, multiple)[0] for i in range(min(blocks))]
+        return in_blocks, [probe.logits(context + i, 1, multiple)[0] for i in range(max(blocks))]
 
     compile_ahead(run_passes, target.device)
     in_blocks, singles = run_passes()
-    return all(
-        torch.equal(single, block[i]) for i, single in enumerate(singles) for block in in_blocks
-    )
+    return all(torch.equal(block, torch.stack(singles[: len(block)])) for block in in_blocks)

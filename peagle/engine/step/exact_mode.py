@@ -28,16 +28,24 @@ MAX_DEFAULT_PROBE_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True)
 class ExactChoice:
     mode: ExactMode | None
+    reason: str | None  # Why requests do not share exact passes; None: they do.
     max_shape: DraftShape  # No draft exceeds it; exact mode may exclude trees.
 
 
 def expects_exact_mode(config: EngineConfig, target: Target) -> bool:
     """Whether exact mode is turned on where it is supported."""
+    return reason_against(config, target) is None
+
+
+def reason_against(config: EngineConfig, target: Target) -> str | None:
+    """Why exact mode is not tried; None: it is."""
     if config.exact is not None:
-        return config.exact
-    if target.dtype == torch.float32:  # Near ties are unlikely.
-        return False
-    return config.one_by_one or is_default_in_batches(target)
+        return None if config.exact else "it is turned off"
+    if target.dtype == torch.float32:
+        return "in float32 near ties are unlikely: `exact` turns it on"
+    if config.one_by_one or is_default_in_batches(target):
+        return None
+    return "its price is not measured for this GPU, or for quantized weights: `exact` turns it on"
 
 
 def is_default_in_batches(target: Target) -> bool:
@@ -62,33 +70,34 @@ def is_probed_by_default(stepper: Stepper) -> bool:
 
 
 def enable_exact_mode(config: EngineConfig, stepper: Stepper, max_shape: DraftShape) -> ExactChoice:
-    """Turn exact mode on, if it is wanted: for batches where kernels allow it.
+    """Turn exact mode on, if it is expected: for batches where kernels allow it.
 
     Elsewhere every request has its own passes, which are padded to a multiple of rows. That shares
     neither passes nor prefixes, so it is no default of an engine.
     """
     requested = config.exact
     target = stepper.target
-    if not expects_exact_mode(config, target):
-        return ExactChoice(None, max_shape)
-    if requested is None and not is_probed_by_default(stepper):
-        return ExactChoice(None, max_shape)
+    reason = reason_against(config, target)
+    if reason is None and requested is None and not is_probed_by_default(stepper):
+        reason = "the probe of so many weights takes long on a CPU: `exact` runs it"
+    if reason is not None:
+        return ExactChoice(None, reason, max_shape)
     reason = enable_batch_invariance(
         stepper.verifier, target, config.page_size, max_shape, reuse_proof=requested is None
     )
     if reason is None:
-        return ExactChoice("batched", max_shape)
+        return ExactChoice("batched", None, max_shape)
     if requested is None and not config.one_by_one:
-        return ExactChoice(None, max_shape)
+        return ExactChoice(None, reason, max_shape)
     if requested and config.tree is None:  # A tree is only the default here.
         max_shape = max_shape.as_chain()
     if max_shape.is_chain:
         multiple = exact_multiple(stepper.verifier, target, config.page_size, max_shape.k)
         if multiple is not None:
             stepper.fix_pass_sizes(multiple)
-            return ExactChoice("one by one", max_shape)
+            return ExactChoice("one by one", reason, max_shape)
     if requested is None:
-        return ExactChoice(None, max_shape)
+        return ExactChoice(None, reason, max_shape)
     fix = "Leave" if max_shape.is_chain else "Set `tree` to 0, or leave"
     raise UserError(
         f"exact mode is not supported for {target.name!r}: {reason}."

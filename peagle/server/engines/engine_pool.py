@@ -116,6 +116,8 @@ class EnginePool:
             startup=engine.startup.as_dict(),
             context=engine.context,
             weights=engine.weights,
+            exact=engine.exact_mode or "off",
+            exact_reason=engine.exact_reason,
         )
         self.on_ready()
 
