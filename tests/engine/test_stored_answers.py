@@ -67,6 +67,6 @@ def test_64_requests(level: CpuLevel, int8: bool) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        check(level, 64, 16, int8)
+        check(level, 64, 8 if int8 else 16, int8)
     finally:
         torch.set_num_threads(threads)
