@@ -1,11 +1,12 @@
 """Prompts of a given length from the texts of a set."""
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from peagle.data.bench import Task, read_sets
 from peagle.data.long_prompts import filling_words, long_prompts, prompt_length
@@ -76,15 +77,18 @@ def test_too_few_tasks(target: Target) -> None:
         long_prompts(target, TASKS, [100], 41)
 
 
+@cache
+def cached_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(cache_home() / "targets" / model)
+
+
 @pytest.mark.parametrize("name", sorted(file.stem for file in DATA.glob("*.jsonl")))
 @pytest.mark.parametrize("model", ["smollm2-135m", "qwen2.5-coder-0.5b"])
 def test_every_set_fills_the_documented_lengths(model: str, name: str) -> None:
     """`peagle evaluate --context 512,1k,2k,4k,8k` with answers of 256 tokens, the default."""
-    folder = cache_home() / "targets" / model
-    if not folder.is_dir():
+    if not (cache_home() / "targets" / model).is_dir():
         pytest.skip(f"{model} is not in the cache")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    target: Any = SimpleNamespace(tokenizer=tokenizer, name=model)
+    target: Any = SimpleNamespace(tokenizer=cached_tokenizer(model), name=model)
     [tasks] = read_sets([name], DATA).values()
     for tokens, [prompt] in long_prompts(target, tasks[:300], [256, 7936], 1).items():
         assert 0.9 * tokens < prompt_length(target, prompt) <= tokens
