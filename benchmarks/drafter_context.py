@@ -138,10 +138,9 @@ def measure(pair: LoadedPair, method: Method, documents: Documents) -> dict[str,
 def main(data: str, lengths: str = "1000,4000,7000", prompts: str = "3", methods: str = "") -> None:
     pair = load("smollm2-135m", device="cpu", dtype="float32", stored=False)
     [tasks] = read_sets(["humaneval"], Path(data)).values()
-    for length in map(int, lengths.split(",")):
-        documents, _ = answer_tasks(
-            pair.target, long_prompts(pair.target, tasks, length, int(prompts)), MAX_TOKENS
-        )
+    sizes = [int(word) for word in lengths.split(",")]
+    for length, long in long_prompts(pair.target, tasks, sizes, int(prompts)).items():
+        documents, _ = answer_tasks(pair.target, long, MAX_TOKENS)
         for method in map(parse_method, (methods or "p-eagle,eagle3").split(",")):
             drafter = pair.drafter(method).with_window(None)
             windowless = LoadedPair(pair.pair, pair.target, {method: drafter})

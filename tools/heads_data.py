@@ -164,12 +164,9 @@ def bench_answers(job: Job, target: Target) -> dict[str, Documents]:
         return stored
     size = job.size
     sets = read_sets(list(SETS), job.bench)
-    curve = {
-        f"context-{length}": long_prompts(
-            target, sets["humaneval"], length - size.context_answer, size.context_prompts
-        )
-        for length in size.contexts
-    }
+    lengths = [length - size.context_answer for length in size.contexts]
+    prompts = long_prompts(target, sets["humaneval"], lengths, size.context_prompts)
+    curve = {f"context-{length + size.context_answer}": tasks for length, tasks in prompts.items()}
     sets |= read_sets([str(job.prompts / VALIDATION_FILE)])
     short = {name: tasks[: size.tasks] for name, tasks in sets.items()}
     answers = _answer_sets(target, short, size.task_answer)

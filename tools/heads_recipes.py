@@ -46,6 +46,7 @@ class Recipe:
             num_taps=len(keys["aux_layer_ids"]),
             mask_token_id=keys["mask_token_id"] if parallel else None,
             dependency=keys.get("dependency", 0),
+            sliding_window=keys.get("sliding_window"),
         )
 
 
@@ -75,6 +76,7 @@ RECIPES = {
             "draft_vocab": 24576,
             "bits": 4,
             "rounded": 0.6,
+            "sliding_window": 1024,
         },
         {
             "p-eagle": {"k": 11, "dependency": 64, "layers": 4},

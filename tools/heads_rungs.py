@@ -4,10 +4,13 @@
 OUT/rungs/NAME.json its record. A rung that has a record is not repeated, and one that was cut off
 resumes from its last state. A rung whose loss is not finite is reported in one line, and the next
 one begins. All rungs share the target, the documents and the cache of features.
+
+    python -m tools.heads_rungs RECORD    # the tables of a record, also of long contexts
 """
 
 import gc
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,23 +18,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.drafter_bits import mean_length, standard_error
+from benchmarks.drafter_bits import Counts, mean_length, standard_error
 from peagle.data.records import ignore
 from peagle.drafter.formats import checkpoint, compact
 from peagle.paths import write_json
 from peagle.train.config import TrainConfig
 from peagle.train.data.documents import Documents
+from peagle.train.publish import calibrate_drafter, new_passes
 from peagle.train.run import TrainRun
 from peagle.train.trainer import NonFiniteLoss, Progress
 from tools.heads_data import Job, stage
 from tools.heads_measure import TREE, K, answer_counts, new_replay, some_answers
 from tools.heads_recipes import RUNGS, stored_format
 
-# Seconds beside training: compiling and the first step, storing and measuring the head.
-RUNG_OVERHEAD_SECONDS = 45.0
-MEASURE_SECONDS = 12.0
+# Seconds beside training: compiling and the first step; storing, calibrating, measuring the head.
+RUNG_OVERHEAD_SECONDS = 50.0
+MEASURE_SECONDS = 17.0
 RECORDS_FILE = "rungs.json"
-LONG = "context-"  # sets of long prompts: chains only, not in the table
+LONG = "context-"  # sets of long prompts: chains only, in a table of their own
 
 NewConfig = Callable[[str, dict[str, Any]], TrainConfig]  # name, changes
 NewLog = Callable[[TrainRun], Progress]
@@ -96,12 +100,16 @@ def resumable(job: Job, name: str) -> bool:
 def rung_record(
     job: Job, name: str, run: TrainRun, answers: dict[str, Documents]
 ) -> dict[str, Any]:
-    """The head as it is stored on every set of answers: chains, and trees on some of them."""
+    """The stored, calibrated head on every set of answers: chains, and trees on some of them.
+
+    Without answers that were held out from training, it is not calibrated.
+    """
     trainer = run.trainer
     drafter = checkpoint.load(trainer.out / "drafter", run.target, torch.float32)
     folder = trainer.out / "stored"
     compact.save(drafter, folder, run.target, torch.bfloat16, stored_format(run.config))
     drafter = checkpoint.load(folder, run.target, torch.float32)
+    calibrate_drafter(run, new_passes(run, drafter))
     replay = new_replay(drafter, trainer.features.uncached())
     record: dict[str, Any] = {
         "settings": rung_changes(name),
@@ -109,6 +117,7 @@ def rung_record(
         "target_tokens": trainer.tokens,
         "seconds": round(trainer.seconds, 1),
         "bytes": (folder / "model.safetensors").stat().st_size,
+        "calibration": list(drafter.config.calibration),
         "chain": {},
         "tree": {},
     }
@@ -161,15 +170,47 @@ def validation_cells(record: dict[str, Any], base: dict[str, Any], kind: str) ->
     first = set_counts(base, kind, validation=True)
     if not counts or not first:
         return ["–", "–"]
-    change = mean_length(counts) / mean_length(first) - 1
-    error = standard_error(counts, first)
-    return [f"{mean_length(counts):.3f}", f"{change:+.1%} ± {error:.1%}"]
+    return [f"{mean_length(counts):.3f}", change_text(counts, first)]
 
 
-def set_counts(record: dict[str, Any], kind: str, validation: bool) -> dict[str, np.ndarray]:
+def change_text(counts: Counts, base: Counts) -> str:
+    """The relative change of the mean length, with the standard error over answers."""
+    change = mean_length(counts) / mean_length(base) - 1
+    return f"{change:+.1%} ± {standard_error(counts, base):.1%}"
+
+
+def context_table(records: dict[str, dict[str, Any]]) -> str:
+    """Acceptance lengths of chains behind long prompts, and changes against the first rung."""
+    [base, *_] = records.values()
+    names = [key for key in base["chain"] if key.startswith(LONG)]
+    lines = [
+        "| rung | " + " | ".join(name.removeprefix(LONG) for name in names) + " |",
+        "|---|" + "--:|" * len(names),
+    ]
+    for rung, record in records.items():
+        cells = [rung]
+        for name in names:
+            counts = {name: np.array(record["chain"][name])}
+            first = {name: np.array(base["chain"][name])}
+            change = "" if record is base else f" ({change_text(counts, first)})"
+            cells.append(f"{mean_length(counts):.2f}{change}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def set_counts(record: dict[str, Any], kind: str, validation: bool) -> Counts:
     """By set, [answers, 2]: the validation answers, or the benchmark sets without long contexts."""
     return {
         key: np.array(counts)
         for key, counts in record[kind].items()
         if (key == "validation") == validation and not key.startswith(LONG)
     }
+
+
+def main(record: str) -> None:
+    records = json.loads(Path(record).read_text())
+    print(f"{rung_table(records)}\n\n{context_table(records)}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,15 +1,18 @@
-"""Prompts of a given length: texts of a set, joined in front of one of its questions.
+"""Prompts of given lengths: texts of a set, joined in front of one of its questions.
 
-The question is the first turn of a task. The texts of the other tasks fill the prompt, in the order
-of the set, beginning behind the question's own task; what does not fit is cut at the beginning of
-the prompt, at a word.
+The question is the first turn of a task, the same at every length. The texts of the other tasks
+fill the prompt, in the order of the set, beginning behind the question's own task; what does not
+fit is cut at the beginning of the prompt, at a word. If a set has fewer tokens than a prompt, its
+texts repeat.
 
     tasks A B C D, question B, room for about two texts:    "... end of D, A, B"
+    room for about five texts:                              "... end of D, A, C, D, A, B"
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 
 from peagle.data.bench import Task
 from peagle.data.chat import Messages, encode_prompt
@@ -20,43 +23,66 @@ SEPARATOR = "\n\n"
 WORD = re.compile(r"\s*\S+")
 
 
-def long_prompts(target: Target, tasks: Sequence[Task], tokens: int, count: int) -> list[Task]:
-    """`count` tasks of one turn, whose prompts have almost `tokens` tokens, never more."""
+def long_prompts(
+    target: Target, tasks: Sequence[Task], lengths: Sequence[int], count: int
+) -> dict[int, list[Task]]:
+    """For each length, tasks of one turn whose prompts have almost that many tokens, never more.
+
+    There are `count` of them, or fewer if fewer questions fit into the shortest prompt.
+    """
+    questions = choose_questions(target, tasks, min(lengths), count)
+    return {
+        length: [long_prompt(target, tasks, index, length) for index in questions]
+        for length in lengths
+    }
+
+
+def choose_questions(target: Target, tasks: Sequence[Task], tokens: int, count: int) -> list[int]:
+    """Tasks whose question fits into `tokens` tokens, from all parts of the set.
+
+    Each part gives its first task, or the next one that fits and is not yet chosen.
+    """
     if count > len(tasks):
         raise UserError(
             f"the set has {len(tasks)} tasks, too few for {count} questions: use a larger set,"
             " or lower `limit`"
         )
-    step = len(tasks) // count  # Questions come from all parts of the set.
-    return [long_prompt(target, tasks, i * step, tokens) for i in range(count)]
+    lengths = [prompt_length(target, question_of(task)) for task in tasks]
+    fitting = [index for index, length in enumerate(lengths) if length <= tokens]
+    if not fitting:
+        raise UserError(
+            f"no question of the set fits into a prompt of {tokens} tokens, the shortest has"
+            f" {min(lengths)}: use a longer context, lower `max_tokens`, or use another set"
+        )
+    chosen: list[int] = []
+    for part in range(count):
+        start = part * (len(tasks) // count)
+        following = sorted(set(fitting) - set(chosen), key=lambda index: (index < start, index))
+        chosen += following[:1]
+    return chosen
+
+
+def question_of(task: Task) -> Task:
+    return replace(task, turns=task.turns[:1], extra={})
 
 
 def long_prompt(target: Target, tasks: Sequence[Task], index: int, tokens: int) -> Task:
     """The question of task `index` behind texts of the other tasks."""
-    task = replace(tasks[index], turns=tasks[index].turns[:1], extra={})
-    length = prompt_length(target, task)
-    if length > tokens:
-        raise UserError(
-            f"task {task.id} has {length} tokens, more than a prompt of {tokens} tokens holds:"
-            " use a longer context, or another set"
-        )
+    task = question_of(tasks[index])
     words = filling_words(target, tasks, index, tokens)
     kept = count_fitting_words(target, task, words, tokens)
-    if kept == len(words):
-        length = prompt_length(target, prepend(words, task))
-        raise UserError(
-            f"all {len(tasks)} tasks of the set make a prompt of {length} tokens, but {tokens} are"
-            " needed: use a larger set, or a shorter context"
-        )
     return prepend(words[len(words) - kept :], task)
 
 
 def filling_words(target: Target, tasks: Sequence[Task], index: int, tokens: int) -> list[str]:
-    """Words of the tasks before task `index`, around the end of the set; enough, if it has them."""
+    """Words of the tasks before task `index`, around the end of the set: more than `tokens`."""
+    others = [*tasks[:index][::-1], *tasks[index + 1 :][::-1]]
+    joined = [SEPARATOR.join(task.turns) for task in others]
+    if not any(text.strip() for text in joined):
+        raise UserError("a set of one task has no texts for a prompt: use a set of two or more")
     texts: list[str] = []
     total = 0
-    for other in [*tasks[:index][::-1], *tasks[index + 1 :][::-1]]:
-        text = SEPARATOR.join(other.turns)
+    for text in cycle(joined):
         texts.insert(0, text)
         total += len(target.tokenizer.encode(text, add_special_tokens=False))
         if total > tokens:

@@ -18,12 +18,11 @@ FIGURE_NAME = "context.png"
 
 
 def print_context_table(curve: ContextCurve, console: Console) -> None:
-    settings = curve.settings
-    window = f"window {curve.window}" if curve.window else "no window"
     console.print(
-        f"acceptance length by context, {settings.method}, K={settings.ks[0]}, {window},"
-        f" {curve.dtype} (speed as a ratio to none):",
+        f"acceptance length by context, {curve.conditions}, {curve.dtype}"
+        " (speed as a ratio to none):",
         highlight=False,
+        soft_wrap=True,
     )
     sets = curve.by_set
     table = Table("context", "prompt tokens", *map(escape, sets))
@@ -63,12 +62,11 @@ def draw_context_curve(curve: ContextCurve, path: Path) -> bool:
         axis.plot([point.context for point in points], lengths, "o-", label=name)
     axis.set_xscale("log", base=2)
     _label_contexts(axis, sorted({point.context for point in curve.points}))
-    window = f", window {curve.window:,}" if curve.window else ""
     axis.set(
         xlabel="tokens of the prompt and its answer",
         ylabel="acceptance length",
         ylim=(1, None),
-        title=f"{curve.pair}, {curve.settings.method}, K={curve.settings.ks[0]}{window}",
+        title=f"{curve.pair}\n{curve.conditions}",
     )
     axis.legend()
     save_figure(pyplot, figure, path)
@@ -94,15 +92,16 @@ def add_to_card(curve: ContextCurve, folder: Path) -> None:
 def card_section(curve: ContextCurve, has_figure: bool) -> list[str]:
     settings = curve.settings
     sampling = f"temperature {settings.temperatures[0]:g}" if settings.temperatures[0] else "greedy"
-    window = f"a sliding window of {curve.window:,}" if curve.window else "no sliding window"
-    prompts = curve.points[0].result.tasks
+    counts = sorted({point.result.tasks for point in curve.points})
+    prompts = " to ".join(map(str, counts[:1] + counts[1:][-1:]))
     lines = [
         CARD_TITLE,
         "",
-        f"K={settings.ks[0]}, {sampling}, {window}, {prompts} prompts for each length, answers of"
+        f"{curve.conditions}, {sampling}, {prompts} prompts for each length, answers of"
         f" at most {settings.max_tokens} tokens, {curve.dtype}; in parentheses the speed of"
         " decoding as a ratio to that without drafts, if it was measured. `peagle evaluate"
-        " --context` joins texts of a set in front of a question.",
+        " --context` joins texts of a set in front of a question; those of a set with fewer tokens"
+        " than the context repeat.",
         "",
         *context_table(curve),
     ]

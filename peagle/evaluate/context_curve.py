@@ -51,6 +51,23 @@ class ContextCurve:
     window: int | None  # sliding window of the drafter
     settings: EvaluateSettings
     points: tuple[ContextPoint, ...]
+    as_vllm: bool = False  # the drafter without what vLLM does not support
+
+    @property
+    def conditions(self) -> str:
+        """What the drafts and the speed depend on: method, shape, window and options."""
+        settings = self.settings
+        words = [
+            settings.method,
+            f"K={settings.ks[0]}",
+            f"trees of {settings.tree} nodes" if settings.tree else "chains",
+            f"window {self.window:,}" if self.window else "no window",
+            *(["drafter as in vLLM"] if self.as_vllm else []),
+            *(["int8"] if settings.int8 else []),
+        ]
+        if settings.exact is not None:
+            words.append("exact mode" if settings.exact else "exact mode off")
+        return ", ".join(words)
 
     @property
     def by_set(self) -> dict[str, list[ContextPoint]]:
@@ -71,6 +88,7 @@ class ContextCurve:
             "k": k,
             "temperature": temperature,
             **settings,
+            **({"as_vllm": True} if self.as_vllm else {}),
             "contexts": [point.as_dict() for point in self.points],
         }
 
@@ -100,10 +118,11 @@ def build_prompts(
             f"`context` {too_short[0]} has no room for a prompt and an answer of {max_tokens}"
             " tokens: lower `max_tokens`"
         )
+    sizes = [length - max_tokens for length in lengths]
     return {
-        (name, length): long_prompts(loaded.target, tasks, length - max_tokens, count)
+        (name, size + max_tokens): prompts
         for name, tasks in sets.items()
-        for length in lengths
+        for size, prompts in long_prompts(loaded.target, tasks, sizes, count).items()
     }
 
 

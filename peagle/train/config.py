@@ -70,6 +70,7 @@ class TrainConfig:
     )
     norm_before_fc: bool = doc(False, "one norm over all taps before fc")
     fc_norm: bool = doc(False, "a norm for each tap before fc")
+    norm_output: bool = doc(False, "eagle3 feeds its normed output back, as EAGLE-3.1 does")
     train_embeddings: bool = doc(
         False, "train the embedding table too; it is then stored with the drafter"
     )
@@ -230,6 +231,10 @@ class TrainConfig:
                     raise UserError(
                         f"{name} needs a p-eagle drafter: leave it out, or use method = 'p-eagle'"
                     )
+        elif self.norm_output:
+            raise UserError(
+                "norm_output needs an eagle3 drafter: leave it out, or use method = 'eagle3'"
+            )
         if self.freeze:
             has_head = self.refinement or self.dependency or self.confidence
             if not has_head or not self.continues:

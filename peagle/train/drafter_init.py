@@ -43,6 +43,7 @@ def new_drafter(config: TrainConfig, target: Target, target_ids: Tensor | None) 
         config.intermediate_size or None,
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
         inject=config.inject,
         bidirectional=config.bidirectional,
         convolution=config.convolution,

@@ -97,6 +97,34 @@ def test_card(tiny: Path, tmp_path: Path) -> None:
     assert second.endswith("\n\n## More\n\nlast\n")
 
 
+def test_trees_and_other_options_are_named(tiny: Path, tmp_path: Path) -> None:
+    """On the screen and in the card, so that a tree is not taken for a chain."""
+    card = tmp_path / "README.md"
+    card.write_text("# A drafter\n")
+    options = ("--set", "gsm8k", "--context", "64", "--limit", 1, "--card", tmp_path)
+    tree = command(tiny, *options, "--tree", 9, "--no-exact")
+    assert "p-eagle, K=3, trees of 9 nodes, no window, exact mode off" in tree
+    assert "p-eagle, K=3, trees of 9 nodes, no window, exact mode off, greedy" in card.read_text()
+    chain = command(tiny, *options, "--int8", "--as-vllm")
+    assert "p-eagle, K=3, chains, no window, drafter as in vLLM, int8" in chain
+    assert "trees" not in card.read_text() and "drafter as in vLLM, int8" in card.read_text()
+    record = json.loads(command(tiny, *options, "--tree", 9, "--json"))
+    assert record["tree"] == 9 and record["contexts"][0]["draft_tokens"] > 0
+
+
+def test_questions_that_do_not_fit_are_skipped(tiny: Path, tmp_path: Path) -> None:
+    """The example of the README has such a task at 512 tokens."""
+    long = json.dumps({"turns": [" ".join(["w7"] * 100)]})
+    short = [json.dumps({"turns": [f"w{20 + i} w7"]}) for i in range(8)]
+    (tmp_path / "mixed.jsonl").write_text("\n".join([long, *short, long]))
+    sets = ("--set", tmp_path / "mixed.jsonl")
+    record = json.loads(command(tiny, *sets, "--json", "--limit", 10))
+    assert [point["tasks"] for point in record["contexts"]] == [8, 8, 8]
+    (tmp_path / "mixed.jsonl").write_text("\n".join([long, long]))
+    printed = command(tiny, *sets, "--context", "64", code=2)
+    assert "no question of the set fits into a prompt of 56 tokens" in printed
+
+
 MISTAKES = {
     "no number": (["--context", "1m"], "write it like --context 512,1k"),
     "beyond the context": (["--context", "64,1k"], "exceeds the target's context of 256"),

@@ -151,6 +151,10 @@ RUNGS: dict[str, dict[str, int | bool]] = {
 }
 
 
+# Extensions of EAGLE-3.
+EAGLE3_RUNGS: dict[str, dict[str, int | bool]] = {"norm_output": {"norm_output": True}}
+
+
 def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
     """A tiny drafter with a meaningful acceptance length; trained once per run of the tests."""
     return _trained(method, draft_vocab, rung)
@@ -167,7 +171,7 @@ def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
         "steps": 30,
         "pack_tokens": 192,
     }
-    settings |= {"init": "target", "save_every": 0} | (RUNGS[rung] if rung else {})
+    settings |= {"init": "target", "save_every": 0} | ((RUNGS | EAGLE3_RUNGS)[rung] if rung else {})
 
     def build(folder: Path) -> None:
         trainer = make_run(target, some_config(data, folder / "run", **settings))

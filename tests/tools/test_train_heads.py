@@ -1,6 +1,7 @@
 """The job that trains the shipped heads: prompts, answers, both heads, measurement; resumed."""
 
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -8,19 +9,23 @@ import numpy as np
 import pytest
 
 from peagle.core import Method, Step
+from peagle.drafter import Drafter
 from peagle.drafter.formats import checkpoint
 from peagle.drafter.formats.row_format import INT4
 from peagle.regenerate.answers import Counts
 from peagle.regenerate.job import VALIDATION_FILE
 from peagle.regenerate.prompts import read_prompts
 from peagle.train.data.documents import Document, join_documents
+from peagle.train.evaluation import calibration
+from peagle.train.evaluation.acceptance import DraftReplay
+from peagle.train.features.features import FeatureSource
 from tests.support.benching import tiny_folder, write_set
 from tests.support.tiny_models import MASK
-from tools import heads_data, train_heads
+from tools import heads_data, heads_measure, heads_rungs, train_heads
 from tools.heads_data import Size
 from tools.heads_measure import answer_counts
 from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS, Recipe, stored_bytes
-from tools.heads_rungs import rung_table
+from tools.heads_rungs import context_table, rung_table
 
 TINY = Size(
     prompts=24,
@@ -220,9 +225,20 @@ def test_the_table_after_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
+    measured: list[tuple[float, ...]] = []  # calibration of the drafters that are measured
+
+    def new_replay(drafter: Drafter, features: FeatureSource) -> DraftReplay:
+        measured.append(drafter.config.calibration)
+        return heads_measure.new_replay(drafter, features)
+
+    monkeypatch.setattr(heads_rungs, "new_replay", new_replay)
+    monkeypatch.setattr(calibration, "MIN_ROWS_PER_DEPTH", 5)
     monkeypatch.setitem(RUNGS, "on-policy", {"on_policy": 2.0})
     assert train_rungs(place, "prompts-6", out, "base,on-policy") == 2
-    assert list(json.loads((out / "files" / "rungs.json").read_text())) == ["base"]
+    records = json.loads((out / "files" / "rungs.json").read_text())
+    assert list(records) == ["base"]
+    factors = records["base"]["calibration"]
+    assert len(factors) == 4 and factors[0] != 1 and measured == [tuple(factors)]
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-1].startswith("| base |")
     assert "on_policy is 2.0" in captured.err
@@ -276,6 +292,16 @@ def test_table_of_two_methods() -> None:
     assert rows[2][3] == "3.250" and rows[2][4].startswith("+8.3%")
 
 
+def test_table_of_long_contexts() -> None:
+    base = {"validation": [[10, 20]], "context-500": [[10, 20], [10, 20]], "context-9": [[4, 4]]}
+    other = base | {"context-500": [[10, 24], [10, 20]]}
+    table = context_table({"base": {"chain": base}, "dpace": {"chain": other}}).splitlines()
+    assert table[0] == "| rung | 500 | 9 |" and table[2] == "| base | 3.00 | 2.00 |"
+    assert re.fullmatch(
+        r"\| dpace \| 3\.20 \(\+6\.7% ± [1-9]\.\d%\) \| 2\.00 \(\+0\.0% ± 0\.0%\) \|", table[3]
+    )
+
+
 def test_counts_of_answers() -> None:
     """Steps in the order of the documents; the first token of an answer is not replayed."""
     masks = ([0, 1, 1, 1, 1], [0, 0, 1], [1, 1, 0, 1, 1, 0, 1, 1, 1])
@@ -286,11 +312,29 @@ def test_counts_of_answers() -> None:
     assert answer_counts(steps, documents).tolist() == [[2, 1], [0, 0], [2, 5]]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_sizes_of_recipes(method: Method) -> None:
+SHIPPED_HEADS = [
+    (pair, method)
+    for pair, recipe in RECIPES.items()
+    for method in recipe.methods
+    if (recipe.shipped / method).is_dir()
+]
+
+
+@pytest.mark.parametrize(("pair", "method"), SHIPPED_HEADS)
+def test_recipes_give_the_shipped_shapes(pair: str, method: Method) -> None:
+    config = RECIPES[pair].config(method)
+    shipped = checkpoint.read(RECIPES[pair].shipped / method).config
+    for name in ("num_layers", "intermediate_size", "draft_vocab_size", "aux_layer_ids"):
+        assert getattr(config, name) == getattr(shipped, name)
+    assert (config.dependency, config.sliding_window) == (shipped.dependency, 1024)
+    assert shipped.sliding_window == 1024
+
+
+@pytest.mark.parametrize(("pair", "method"), SHIPPED_HEADS)
+def test_sizes_of_recipes(pair: str, method: Method) -> None:
     """The computed size is that of the shipped head, whose draft vocabulary costs one bitmap."""
-    config = RECIPES[DEFAULT_PAIR].config(method)
-    shipped = RECIPES[DEFAULT_PAIR].shipped / method / "model.safetensors"
+    config = RECIPES[pair].config(method)
+    shipped = RECIPES[pair].shipped / method / "model.safetensors"
     assert abs(stored_bytes(config, INT4) - shipped.stat().st_size) < 1024
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.cli import app
+from peagle.cli.training.make_drafter import choose_config
 from peagle.data.bench import Task
 from peagle.drafter.formats import checkpoint
 from peagle.evaluate.evaluate import EvaluateSettings, evaluate
@@ -21,6 +22,7 @@ from peagle.train.card import model_card
 from peagle.train.config import TrainConfig
 from peagle.train.make import choose_pack_tokens, choose_recipe
 from tests.support.chat_targets import make_chat_target, save_chat_target
+from tests.support.command_line import run
 from tests.support.tiny_models import AUX, make_drafter, make_target
 
 
@@ -71,7 +73,12 @@ def test_every_stage_and_again(folder: Path, tmp_path: Path) -> None:
     } | pictures
     assert "| steps |" in (published / "README.md").read_text()
     target = Target(make_chat_target().model)
-    assert checkpoint.load(published, target, target.dtype).config.trained
+    config = checkpoint.load(published, target, target.dtype).config
+    assert config.trained and config.sliding_window == 1024
+    exported = tmp_path / "vllm"
+    run("export", published, exported, "--target", folder / "target", "--to", "vllm")
+    layers = checkpoint.read(exported).raw
+    assert (layers["sliding_window"], layers["layer_types"]) == (1024, ["sliding_attention"])
     again = make(folder, tmp_path / "out", "--set", "held_out=4")
     assert "resuming" in again and "0 answered" in again
 
@@ -105,8 +112,29 @@ def test_the_pack_fits_the_memory() -> None:
     assert sizes == sorted(sizes) and sizes[0] == 1024 and sizes[-1] == 16384
     chosen = choose_recipe(target, "tiny", "eagle3", Path("x"), 2.0, None)
     assert chosen.config.k == 7 and chosen.config.num_layers == 1 and chosen.config.draft_vocab == 0
-    assert chosen.config.dependency == 0
-    assert choose_recipe(target, "tiny", "p-eagle", Path("x"), 2.0, None).config.dependency == 64
+    assert chosen.config.dependency == 0 and chosen.config.window == 1024
+    chosen = choose_recipe(target, "tiny", "p-eagle", Path("x"), 2.0, None)
+    assert chosen.config.dependency == 64 and chosen.config.window == 1024
+
+
+@pytest.mark.parametrize(
+    ("long", "changes", "expected"),
+    [
+        (0, [], 1024),
+        (8192, [], 1024),
+        (0, ["sliding_window=-1"], None),
+        (0, ["sliding_window=128"], 128),
+        (0, ["init=random"], 1024),
+        (0, ["init=earlier"], None),  # inherited when the run begins (drafter_init.py)
+        (0, ["init=earlier", "sliding_window=128"], 128),
+    ],
+)
+def test_the_sliding_window(
+    folder: Path, long: int, changes: list[str], expected: int | None
+) -> None:
+    config, _ = choose_config(str(folder / "target"), "eagle3", folder, 2.0, "cpu", long, changes)
+    assert config.window == expected and config.max_length == (long or 256)
+    assert (config.sliding_window == 0) == (changes == ["init=earlier"])
 
 
 @pytest.mark.parametrize(

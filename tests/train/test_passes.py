@@ -20,7 +20,7 @@ from peagle.train.features.features import FeatureExtractor
 from peagle.train.objective.gradients import run_level
 from peagle.train.objective.passes import DrafterPasses, rows_before_in_chain
 from tests.support.tiny_models import AUX
-from tests.support.training import RUNGS, Trained, some_batch, some_pack, trained
+from tests.support.training import EAGLE3_RUNGS, RUNGS, Trained, some_batch, some_pack, trained
 
 K = 6
 PREFIXES = (1, 4, 5, 17, 29)  # tokens consumed before the first draft
@@ -100,6 +100,7 @@ def trained_rows(
 KINDS = [
     *((method, vocab, "") for method in METHODS for vocab in (0, 48)),
     *(("p-eagle", 48, rung) for rung in RUNGS),
+    *(("eagle3", 48, rung) for rung in EAGLE3_RUNGS),
 ]
 
 
@@ -142,6 +143,20 @@ def test_every_rung_matters(rung: str, monkeypatch):
     differs = ((with_it - without).abs().amax(1) > 1e-3).tolist()
     changes_first_row = rung in ("inject", "refinement")
     assert differs[1:-1] == [True] * (K - 2) and differs[0] == changes_first_row
+
+
+def test_the_normed_feedback_matters(monkeypatch):
+    """Without it, every draft but the first reads another hidden state."""
+    one = trained("eagle3", 48, "norm_output")
+    assert one.drafter.config.norm_output
+    ids = document(one, 3).tolist()
+    with_it = looped(one, ids, 10, monkeypatch)[0]
+    one.drafter.config = replace(one.drafter.config, norm_output=False)
+    try:
+        without = looped(one, ids, 10, monkeypatch)[0]
+    finally:
+        one.drafter.config = replace(one.drafter.config, norm_output=True)
+    assert ((with_it - without).abs().amax(1) > 1e-3).tolist() == [False] + [True] * (K - 1)
 
 
 def test_a_corrected_training_row_equals_the_pair():

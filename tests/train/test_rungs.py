@@ -272,6 +272,7 @@ def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Tar
                 "confidence",
             )
         ),
+        ({"norm_output": True}, "norm_output needs an eagle3 drafter"),
         ({"dependency": 257}, "dependency is 257"),
         ({"dependency": -1}, "dependency is -1"),
         ({"dependency_drop": 1.5}, "dependency_drop is 1.5"),

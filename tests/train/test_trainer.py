@@ -304,7 +304,7 @@ def test_other_ways_to_run(more: dict, tmp_path):
     assert losses(entries)[-1] < losses(entries)[0] and trainer.step == 8
 
 
-@pytest.mark.parametrize("loss", ["tv", "tvmix", "lk", "length", "dpace"])
+@pytest.mark.parametrize("loss", ["tv", "tvmix", "lk", "length", "dpace", "tree"])
 def test_other_losses_learn(loss: str, tmp_path):
     """The acceptance length rises whichever is minimized, also where only some anchors have
     chains.

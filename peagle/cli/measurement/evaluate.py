@@ -149,7 +149,7 @@ def evaluate(
     settings = replace(settings, ks=ks or (loaded.pair.k,), method=chosen)
     if lengths:
         curve = run_context_curve(loaded, tasks, lengths, limit, settings, jump)
-        show_context_curve(curve, as_vllm, as_json, out_file, card)
+        show_context_curve(replace(curve, as_vllm=as_vllm), as_json, out_file, card)
     else:
         show_evaluation(run_evaluation(loaded, tasks, settings, jump), as_vllm, as_json, out_file)
 
@@ -236,7 +236,7 @@ def run_context_curve(
     count = DEFAULT_PROMPTS if limit is None else limit
     prompts = build_prompts(loaded, sets, lengths, count, settings)
     with progress_bar() as bar:
-        task = bar.add_task("decoding", total=len(prompts) * count)
+        task = bar.add_task("decoding", total=sum(map(len, prompts.values())))
 
         def advance(activity: str) -> None:
             bar.update(task, advance=1, description=escape(activity))
@@ -245,13 +245,13 @@ def run_context_curve(
 
 
 def show_context_curve(
-    curve: "ContextCurve", as_vllm: bool, as_json: bool, out_file: Path | None, card: Path | None
+    curve: "ContextCurve", as_json: bool, out_file: Path | None, card: Path | None
 ) -> None:
     """Print the table; write the record with a figure beside it, and the section of the card."""
     from peagle.evaluate.context_card import add_to_card, draw_context_curve, print_context_table
 
     warn_untrained(curve.trained, curve.settings.method)
-    content = curve.as_dict() | ({"as_vllm": True} if as_vllm else {})
+    content = curve.as_dict()
     if as_json:
         print(json.dumps(content, ensure_ascii=False))
     else:

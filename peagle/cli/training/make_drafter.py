@@ -137,5 +137,7 @@ def choose_config(
     if long:  # A pack holds the longest conversation.
         pack_tokens = max(recipe.config.pack_tokens, long)
         overrides |= {"max_length": long, "pack_tokens": pack_tokens}
-    overrides |= dict(map(parse_change, changes))
-    return read_config(None, overrides), recipe.max_tokens
+    own = dict(map(parse_change, changes))
+    if own.get("init", "target") not in ("target", "random"):
+        overrides["sliding_window"] = 0  # That of the drafter in init, unless `changes` has one.
+    return read_config(None, overrides | own), recipe.max_tokens
