@@ -130,6 +130,8 @@ def check_packed_experts(pair: LoadedPair) -> None:
     for layer in fused(engine).layers:
         assert isinstance(layer.mlp, Mixture) and layer.cpu_layer is None
         assert layer.mlp.cpu_experts.packed is not None
+    # Sums of the experts do not, but those of attention or the router may.
+    assert "some of its matrices" in str(fused(engine).use_batch_invariant())
     right = generate_all(pair.target, FEW, COUNT)
     assert answer_all(engine, FEW, right) == right
 
