@@ -205,11 +205,11 @@ def read_config(path: Path) -> PreTrainedConfig:
 def check_layers(config: PreTrainedConfig, shape: str) -> None:
     """Refuse numbers that fail only in the first pass, or not at all on some devices."""
     text = config.get_text_config()
-    if getattr(text, "num_hidden_layers", 1) < 1:
+    if (getattr(text, "num_hidden_layers", 1) or 0) < 1:
         raise UserError(f"{shape} has no layers: set num_hidden_layers to 1 or more")
     experts = expert_count(text)
-    per_row = first_number(text, EXPERTS_PER_ROW) or 1
-    if experts is not None and not 1 <= per_row <= experts:
+    per_row = first_number(text, EXPERTS_PER_ROW)
+    if experts and per_row is not None and not 1 <= per_row <= experts:
         raise UserError(
             f"{shape} has {experts} experts, of which a row chooses {per_row}: set"
             f" num_experts_per_tok to 1 to {experts}"
@@ -218,12 +218,13 @@ def check_layers(config: PreTrainedConfig, shape: str) -> None:
 
 def expert_count(text: Any) -> int | None:
     """The experts of a layer; None for a dense model. `text`: the config of the language model."""
-    return first_number(text, EXPERT_COUNTS)
+    return first_number(text, EXPERT_COUNTS) or None
 
 
 def first_number(text: Any, names: tuple[str, ...]) -> int | None:
-    """Of the first of these fields that is there and not zero."""
-    return next((value for name in names if (value := getattr(text, name, None))), None)
+    """The first of these fields that is a number; some configs have one number for each layer."""
+    values = (getattr(text, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def shape_name(shape: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def test_help_lists_every_shape() -> None:
         (tiny(num_key_value_heads=3), "Correct its config"),
         (tiny(rope_parameters={"rope_type": "unknown"}), "KeyError 'unknown'"),
         (tiny("tiny-qwen3-moe", num_experts_per_tok=9), "set num_experts_per_tok to 1 to 8"),
+        (tiny("tiny-gpt-oss", num_experts_per_tok=0), "set num_experts_per_tok to 1 to 8"),
         ({"model_type": "t5", "d_model": 16, "num_layers": 2}, "causal language model"),
         (
             {"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2},
@@ -80,8 +82,8 @@ def test_help_lists_every_shape() -> None:
         ),
     ],
     ids=[
-        *("a list", "null", "a number", "a wrong type", "no layers", "heads", "rope", "experts"),
-        *("an encoder with a decoder", "no attention"),
+        *("a list", "null", "a number", "a wrong type", "no layers", "heads", "rope"),
+        *("too many experts", "no expert", "an encoder with a decoder", "no attention"),
     ],
 )
 def test_a_config_that_cannot_run_gives_one_line(
@@ -93,6 +95,12 @@ def test_a_config_that_cannot_run_gives_one_line(
     # Otherwise transformers adds warnings of its own.
     assert "no JSON" in output or logging.get_verbosity() == logging.ERROR
     assert "mine" in output and message in output
+
+
+def test_experts_of_each_layer_are_not_a_number() -> None:
+    assert expert_count(SimpleNamespace(num_experts=[8, 16])) is None
+    assert expert_count(SimpleNamespace(num_experts=0)) is None
+    assert expert_count(SimpleNamespace(n_routed_experts=64)) == 64
 
 
 def test_a_gpu_without_memory_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
