@@ -1,6 +1,6 @@
 """Mixtures of experts on one GPU: `peagle bench-step` for a list of measurements, in order.
 
-    PYTHONPATH=. python benchmarks/moe_run.py OUT [NAME ...] [--budget 560]
+    python -m benchmarks.moe_run OUT [NAME ...] [--budget 560]
 
 Every measurement has a process of its own, a time limit, OUT/NAME.json (written after each of its
 cells, so that a process that is stopped loses one cell) and OUT/NAME.log. NAMEs are those of the

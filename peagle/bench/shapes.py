@@ -1,5 +1,6 @@
 """SHAPES: configs of transformers, by the names that `peagle bench-step` knows."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from transformers import (
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    logging,
 )
 
 from peagle.errors import UserError, did_you_mean
+from peagle.target.loading_error import loading_reason
 
 
 def gpt_oss(layers: int, experts: int) -> GptOssConfig:
@@ -166,6 +169,9 @@ SHAPES: dict[str, PreTrainedConfig] = {
     ),
 }
 MXFP4_SHAPES = ("gpt-oss-120b",)  # whose experts do not fit one GPU in bfloat16
+# Names in configs of transformers: the experts of a layer, and those of a row.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS_PER_ROW = ("num_experts_per_tok", "experts_per_token")
 
 
 def shape_config(shape: str) -> Any:
@@ -178,13 +184,62 @@ def shape_config(shape: str) -> Any:
             f" transformers or its folder.{did_you_mean(shape, list(SHAPES))}"
         )
     try:
-        return AutoConfig.from_pretrained(shape, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        config = read_config(Path(shape))
+    except Exception as error:  # transformers raises exceptions of any type
         raise UserError(
-            f"{shape} is not a config of transformers: {error}. Give a config.json or its folder"
+            f"{shape} is not a config of transformers: {loading_reason(error).rstrip('.')}."
+            " Give a config.json or its folder"
         ) from error
+    check_layers(config, shape)
+    return config
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    file = path / "config.json" if path.is_dir() else path
+    if not isinstance(json.loads(file.read_text()), dict):
+        raise ValueError("it holds no JSON object")
+    logging.set_verbosity_error()  # Warnings about the config are errors later.
+    return AutoConfig.from_pretrained(file, trust_remote_code=False)
+
+
+def check_layers(config: PreTrainedConfig, shape: str) -> None:
+    """Refuse numbers that fail only in the first pass, or not at all on some devices."""
+    text = config.get_text_config()
+    if (getattr(text, "num_hidden_layers", 1) or 0) < 1:
+        raise UserError(f"{shape} has no layers: set num_hidden_layers to 1 or more")
+    experts = expert_count(text)
+    per_row = first_number(text, EXPERTS_PER_ROW)
+    if experts and per_row is not None and not 1 <= per_row <= experts:
+        raise UserError(
+            f"{shape} has {experts} experts, of which a row chooses {per_row}: set"
+            f" num_experts_per_tok to 1 to {experts}"
+        )
+
+
+def expert_count(text: Any) -> int | None:
+    """The experts of a layer; None for a dense model. `text`: the config of the language model."""
+    return first_number(text, EXPERT_COUNTS) or None
+
+
+def first_number(text: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these fields that is a number; some configs have one number for each layer."""
+    values = (getattr(text, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def shape_name(shape: str) -> str:
-    """The name of a known shape, or of a config's folder."""
-    return shape if shape in SHAPES else Path(shape).resolve().name
+    """The name of a known shape, of the folder of a config.json, or of a file of another name."""
+    if shape in SHAPES:
+        return shape
+    path = Path(shape).resolve()
+    if path.is_dir():
+        return path.name
+    return path.parent.name if path.name == "config.json" else path.stem
+
+
+def quantization_method(shape: str) -> str | None:
+    """What the config of a shape says about its stored weights, such as mxfp4 or fp8."""
+    quantization = getattr(shape_config(shape), "quantization_config", None)
+    if not isinstance(quantization, dict):
+        return None
+    return quantization.get("quant_method", "a format without a name")

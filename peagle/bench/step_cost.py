@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from peagle.bench.shapes import expert_count
 from peagle.core import DRAFTER_METHODS, Method
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.gc_tuning import freeze_live_objects
@@ -40,8 +41,8 @@ class StepCell:
     concurrency: int
     tokens_per_second: float  # of the best run
     mean_tokens_per_second: float  # of all runs, whose acceptance differs
-    acceptance_length: float
-    step_ms: float
+    acceptance_length: float  # of all runs, the one that warms up included
+    step_ms: float  # mean of the best run
     # Parts of a step with the K used most; None where the step cannot be split.
     target_ms: float | None
     drafter_ms: float | None
@@ -49,7 +50,9 @@ class StepCell:
     # Reading the weights of target and drafter once, at the given bandwidth; of experts, those
     # that the pass touched.
     floor_ms: float
-    experts_touched: float | None  # per mixture layer, in a pass with the K used most
+    # Per mixture layer, in one more pass with the K used most; None: not counted, as in dense
+    # targets and in layers of transformers. The floor then counts all experts.
+    experts_touched: float | None
     experts: int | None  # of a layer; None for dense targets
     k_steps: dict[int, int]  # drafted tokens -> number of steps
 
@@ -154,13 +157,10 @@ def build_engine(
 
 def time_engine(engine: Engine, k: int | str, load: StepLoad) -> StepCell:
     """Run the prompts once to warm up, then `repeats` times; close the engine."""
-    speeds = []
-    _, step_ms = run_prompts(engine, load, load.prompts[: 2 * engine.max_batch])
+    run_prompts(engine, load, load.prompts[: 2 * engine.max_batch])
     freeze_live_objects()  # A full collection takes as long as dozens of steps.
-    for _ in range(load.repeats):
-        speed, step_ms = run_prompts(engine, load, load.prompts)
-        speeds.append(speed)
-    cell = split_step(engine, k, speeds, step_ms, load.bytes_per_second)
+    runs = [run_prompts(engine, load, load.prompts) for _ in range(load.repeats)]
+    cell = split_step(engine, k, runs, load.bytes_per_second)
     engine.close()
     del engine
     gc.collect()
@@ -187,9 +187,11 @@ def run_prompts(
 
 
 def split_step(
-    engine: Engine, k: int | str, speeds: Sequence[float], step_ms: float, bandwidth: float
+    engine: Engine, k: int | str, runs: Sequence[tuple[float, float]], bandwidth: float
 ) -> StepCell:
+    """`runs`: tokens per second, and milliseconds of a step."""
     metrics = engine.metrics
+    best_speed, step_ms = max(runs)
     usual_nodes = metrics.k_steps.most_common(1)[0][0]
     shape = engine.shape(usual_nodes)
     target_ms, drafter_ms = engine.time_step(engine.max_batch, shape)
@@ -204,8 +206,8 @@ def split_step(
         k=str(k),
         tree=0 if engine.max_shape.is_chain else engine.max_shape.nodes,
         concurrency=engine.max_batch,
-        tokens_per_second=max(speeds),
-        mean_tokens_per_second=sum(speeds) / len(speeds),
+        tokens_per_second=best_speed,
+        mean_tokens_per_second=sum(speed for speed, _ in runs) / len(runs),
         acceptance_length=metrics.acceptance_length,
         step_ms=step_ms,
         target_ms=target_ms,
@@ -213,7 +215,7 @@ def split_step(
         rest_ms=rest_ms,
         floor_ms=1000 * step_bytes / bandwidth,
         experts_touched=None if load is None else load.touched,
-        experts=None if load is None else load.experts,
+        experts=expert_count(engine.pair.target.config) if load is None else load.experts,
         k_steps=dict(metrics.k_steps),
     )
 

@@ -7,8 +7,14 @@ CUSTOM_CODE = (
 
 
 def loading_reason(error: Exception) -> str:
-    """The first line of the error; transformers' advice for custom code is not ours."""
-    message = str(error).strip() or type(error).__name__
+    """The first line of the error; transformers' advice for custom code is not ours.
+
+    A first line that ends with a colon is followed by the next one.
+    """
+    message = str(error).strip()
     if "trust_remote_code=True" in message:
         return CUSTOM_CODE
-    return message.splitlines()[0]
+    if isinstance(error, KeyError) or not message:
+        message = f"{type(error).__name__} {message}".rstrip()
+    first, *rest = message.splitlines()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first

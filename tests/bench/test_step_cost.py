@@ -129,6 +129,52 @@ def test_touched_experts_are_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cell["floor_ms"] == pytest.approx(1000 * ((1 << 30) + head_bytes) / 1e12, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("method", "most"),
+    # Of 8 experts, a row chooses 2; both requests have one row, or four with three drafts.
+    [("none", 4), ("p-eagle", 8)],
+)
+def test_the_experts_of_a_mixture_are_counted(method: str, most: int) -> None:
+    arguments = ["bench-step", "tiny-qwen3-moe", *ARGUMENTS[2:], "--methods", method, "-k", "3"]
+    result = CliRunner().invoke(app, [*arguments, "--concurrency", "2", "--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    [cell] = json.loads(result.output[result.output.index("[{") :])
+    assert cell["experts"] == 8 and 2 <= cell["experts_touched"] <= most
+    assert "counts all experts" not in result.output
+
+
+def test_where_experts_are_not_counted_the_floor_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in layers that run through transformers."""
+    monkeypatch.setattr(Engine, "expert_load", lambda *_: None)
+    monkeypatch.setattr(out, "_width", 200)
+    arguments = ["bench-step", "tiny-qwen3-moe", *ARGUMENTS[2:], "--methods", "none"]
+    arguments += ["--concurrency", "1", "--repeats", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert "- / 8" in result.output
+    assert "the floor counts all experts" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    [cell] = json.loads(result.output[result.output.index("[{") :])
+    assert (cell["experts_touched"], cell["experts"]) == (None, 8)
+    result = CliRunner().invoke(app, [*ARGUMENTS, *arguments[-6:]])
+    assert result.exit_code == 0 and "counts all experts" not in " ".join(result.output.split())
+
+
+def test_the_step_is_that_of_the_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([(9.0, 1.0), (50.0, 4.0), (80.0, 2.0), (65.0, 3.0)])  # The first one warms up.
+    real = step_cost.run_prompts
+
+    def timed(*args: Any) -> tuple[float, float]:
+        real(*args)
+        return next(runs)
+
+    monkeypatch.setattr(step_cost, "run_prompts", timed)
+    pair = random_pair("tiny", "cpu", torch.float32)
+    cell = step_cost.measure_random(pair, "none", 1, 1, output=4, repeats=3)
+    assert (cell.tokens_per_second, cell.step_ms, cell.mean_tokens_per_second) == (80, 2, 65)
+
+
 def test_a_config_file_is_a_shape(tmp_path: Path) -> None:
     shape_config("tiny-gpt-oss").save_pretrained(tmp_path)
     arguments = [*ARGUMENTS[2:], "--methods", "none", "--concurrency", "1", "--repeats", "1"]
@@ -156,6 +202,28 @@ def test_a_shape_that_is_none(tmp_path: Path, content: str | None) -> None:
         file.write_text(content)
     result = CliRunner().invoke(app, ["bench-step", str(file), *ARGUMENTS[2:]])
     assert result.exit_code == 2 and "config.json" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--repeats", "0"], "--repeats is 0: use 1 or more"),
+        (["--prompt", "0"], "--prompt is 0"),
+        (["--output", "-4"], "--output is -4"),
+        (["--limit", "0"], "--limit is 0"),
+        (["--bandwidth", "0"], "--bandwidth is 0 TB/s: use a number above 0"),
+        (["--bandwidth", "nan"], "--bandwidth is nan"),
+        (["--bandwidth", "inf"], "--bandwidth is inf"),
+        (["--profile", "2"], "the shares of --profile 2 must be 0 to 1"),
+        (["--profile", ".5,.8"], "must not rise"),
+        (["--profile", "eagle3=.5,-.1"], "--profile .5,-.1"),
+        (["--profile", "nan"], "--profile nan"),
+    ],
+)
+def test_numbers_that_measure_nothing(options: list[str], message: str) -> None:
+    """They are refused before anything is built."""
+    result = CliRunner().invoke(app, [*ARGUMENTS, *options])
+    assert result.exit_code == 2 and message in result.output and result.output.count("\n") == 1
 
 
 def test_a_profile_may_repeat_a_value() -> None:

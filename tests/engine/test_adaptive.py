@@ -25,6 +25,7 @@ from tests.support.simulated import (
     chain,
     expected_rates,
     gpu,
+    mixture,
 )
 
 CHAINS = candidate_shapes(7)
@@ -35,7 +36,7 @@ PAIRWISE = [(True, 0.05, True), (False, 0.05, False), (True, 0.0, False), (False
 
 def simulated_loads() -> list[Any]:
     """Every load with one of PAIRWISE in turn; the other settings in `make test-slow`."""
-    loads = product([gpu, busy], PROFILES, [1, 8, 64])
+    loads = product([gpu, busy, mixture], PROFILES, [1, 8, 64])
     settings = list(product([True, False], [0.0, 0.05], [True, False]))
     return [
         pytest.param(*load, *values, marks=[] if values == PAIRWISE[i % 4] else pytest.mark.slow)
@@ -61,6 +62,10 @@ def test_the_simulation_tells_good_from_bad() -> None:
     assert [no_draft.best(batch, GOOD).k for batch in (1, 8, 64)] == [7, 5, 3]
     assert seven.best(64, POOR) == NO_DRAFT
     assert seven.run(10, 64, GOOD) > 1.4
+    experts = Simulation(FixedPolicy(chain(7)), mixture, CHAINS)
+    assert [experts.best(batch, GOOD).k for batch in (1, 8, 64)] == [3, 7, 5]
+    assert [experts.best(batch, POOR).k for batch in (1, 8, 64)] == [0, 0, 2]
+    assert experts.run(10, 1, POOR) > 1.9
     assert no_draft.run(10, 1, GOOD) > 2.5
 
 
@@ -92,6 +97,22 @@ def test_follows_the_text(cost: Cost, batch: int, seed: int) -> None:
     for profile in (GOOD, BAD, GOOD, POOR, GOOD):
         simulation.run(60, batch, profile)
         assert simulation.run(300, batch, profile) < 1.05
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
+)
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_a_mixture_is_never_slower_than_without_drafts(batch: int, seed: int) -> None:
+    """Whatever the text. A draft of one request is expensive there, so drafts come back late."""
+    simulation = Simulation(calibrated(mixture, CHAINS), mixture, CHAINS, 0.05, seed)
+    for profile in (GOOD, BAD, GOOD, POOR, GOOD):
+        simulation.run(60, batch, profile)
+        slower_than_best = simulation.run(300, batch, profile)
+        best = simulation.best(batch, profile)
+        best_rate = simulation.tokens(profile, best) / mixture(batch, best)
+        assert slower_than_best < 1.1
+        assert slower_than_best / mixture(batch, NO_DRAFT) < 1.03 * best_rate
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])

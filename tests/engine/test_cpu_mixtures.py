@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from peagle.core import Method
 from peagle.engine import Engine
 from peagle.engine.model import weight
 from peagle.engine.model.fused_llama import FusedLlamaTarget
@@ -54,16 +55,33 @@ def answer_all(engine: Engine, asked: list[Asked], right: list[list[int]]) -> li
     return [tokens_of(steps_of(stream)) for stream in streams]
 
 
-def check_few(target: Target, expected: Target) -> None:
+CHAIN_AND_TREE: list[tuple[Method, dict[str, Any]]] = [
+    ("p-eagle", {}),
+    ("p-eagle", {"k": 4, "tree": 12}),
+]
+EVERY_WAY: list[tuple[Method, dict[str, Any]]] = [
+    *CHAIN_AND_TREE,
+    ("eagle3", {}),
+    ("p-eagle", {"exact": True}),
+    ("p-eagle", {"exact": True, "k": 4, "tree": 12}),
+]
+
+
+def check_few(
+    target: Target,
+    expected: Target,
+    drafting: list[tuple[Method, dict[str, Any]]] = CHAIN_AND_TREE,
+) -> None:
     """Tokens are those of transformers, through C layers, with drafts and without."""
     right = generate_all(expected, FEW, COUNT)
     assert len({tuple(answer) for answer in right}) > 7
     pair = mixture_pair(target)
-    for method, options in (("none", {}), ("p-eagle", {}), ("p-eagle", {"k": 4, "tree": 12})):
+    for method, options in (("none", {}), *drafting):
         engine = engine_of(pair, method, **CROWDED | options)
         assert fused(engine).cpu_layers is not None
+        assert engine.exact_mode == ("batched" if "exact" in options else None)
         assert answer_all(engine, FEW, right) == right
-    assert engine.metrics.acceptance_length > 1.3
+        assert method == "none" or engine.metrics.acceptance_length > 1.3
 
 
 @pytest.mark.usefixtures("cpu_level")
@@ -79,7 +97,7 @@ def test_tokens_are_those_of_generate(name: str) -> None:
 @pytest.mark.usefixtures("cpu_level")
 def test_mxfp4_experts(tmp_path: Path) -> None:
     model = save_mxfp4(tmp_path)
-    check_few(load_target(tmp_path, torch.float32, "cpu"), Target(model))
+    check_few(load_target(tmp_path, torch.float32, "cpu"), Target(model), EVERY_WAY)
 
 
 @pytest.mark.usefixtures("cpu_level")
@@ -112,6 +130,8 @@ def check_packed_experts(pair: LoadedPair) -> None:
     for layer in fused(engine).layers:
         assert isinstance(layer.mlp, Mixture) and layer.cpu_layer is None
         assert layer.mlp.cpu_experts.packed is not None
+    # Sums of the experts do not, but those of attention or the router may.
+    assert "some of its matrices" in str(fused(engine).use_batch_invariant())
     right = generate_all(pair.target, FEW, COUNT)
     assert answer_all(engine, FEW, right) == right
 
@@ -152,9 +172,7 @@ def test_sixty_four_requests_equal_each_alone(name: str, dtype: torch.dtype) -> 
 def test_int8_rounds_the_experts_and_not_the_router(name: str) -> None:
     target = packable_mixture(name)
     pair = mixture_pair(target)
-    plain, drafted = (
-        engine_of(pair, method, int8=True, **CROWDED) for method in ("none", "p-eagle")
-    )
+    plain = engine_of(pair, "none", int8=True, **CROWDED)
     for layer in fused(plain).layers:
         assert isinstance(layer.mlp, Mixture) and layer.cpu_layer is not None
         moe = layer.cpu_layer.matrices.moe
@@ -162,7 +180,11 @@ def test_int8_rounds_the_experts_and_not_the_router(name: str) -> None:
         assert all(matrix.int8_rows for matrix in (*moe.experts.gate_up, *moe.experts.down))
     right = generate_all(target, FEW, COUNT)
     answers = answer_all(plain, FEW, right)
-    assert answer_all(drafted, FEW, answers) == answers
+    for method, options in EVERY_WAY:
+        drafted = engine_of(pair, method, int8=True, **CROWDED | options)
+        assert drafted.exact_mode == ("batched" if "exact" in options else None)
+        assert answer_all(drafted, FEW, answers) == answers
+        assert drafted.metrics.acceptance_length > 1.3
     same = torch.tensor(answers) == torch.tensor(right)
     assert same[:, 0].sum() >= len(FEW) - 2  # Rounding changes answers from some token on.
 

@@ -113,7 +113,7 @@ def many_alone(name: str) -> list[list[int]]:
             *(name, method, k, tree),
             marks=[] if k == 7 or name == "llama" else pytest.mark.slow,
         )
-        for name in ("llama", "qwen3", "qwen3-moe", "gpt-oss")
+        for name in ("llama", "qwen3", "qwen3-moe", "gpt-oss", "mixtral")
         for method, k, tree in DRAFTING
     ],
 )

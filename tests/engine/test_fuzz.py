@@ -15,7 +15,7 @@ from tests.support.fuzzing.run import FuzzCounts, run_case
 from tests.support.fuzzing.shrink import shrink
 
 SEED = 16
-CASES = ("llama", "llama words", "qwen3-moe", "gpt2", "exact", "llama")
+CASES = ("llama", "llama words", "qwen3-moe", "gpt2", "exact", "llama", "gpt-oss")
 
 
 def test_every_answer_is_that_of_plain_decoding() -> None:

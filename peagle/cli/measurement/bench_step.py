@@ -1,13 +1,14 @@
 import json
+import math
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from peagle.cli.application import app, err, out
+from peagle.cli.application import app, err, out, warn
 from peagle.cli.measurement.lists import parse_counts, parse_ks, parse_sequence, parse_trees
 from peagle.cli.measurement.options import DataFolder, OutFile
 from peagle.cli.options import Device, Dtype, Int8, Json
@@ -28,7 +29,8 @@ Shape = Annotated[
     str | None,
     typer.Argument(
         help="gpt-oss-20b, gpt-oss-120b, qwen3-30b-a3b, qwen3-8b, llama-3.1-8b, llama-3.2-3b,"
-        " smollm2-135m, tiny, a transformers config.json or its folder; with --set, a pair.",
+        " smollm2-135m, tiny, tiny-qwen3-moe, tiny-gpt-oss, a transformers config.json or its"
+        " folder; with --set, a pair.",
         show_default=False,
     ),
 ]
@@ -42,8 +44,8 @@ Experts = Annotated[
     str | None,
     typer.Option(
         "--experts",
-        help="Format of random experts: bf16 (as the other weights) or mxfp4; gpt-oss-120b: mxfp4.",
-        show_default=False,
+        help="Format of random experts: bf16 (as the other weights) or mxfp4.",
+        show_default="that of the config; gpt-oss-120b: mxfp4",
     ),
 ]
 Methods = Annotated[str, typer.Option("--methods", help="none, eagle3, p-eagle.")]
@@ -69,7 +71,10 @@ AcceptanceProfiles = Annotated[
         " follows; of one method: p-eagle=.8,.6,.4.",
     ),
 ]
-Repeats = Annotated[int, typer.Option("--repeats", help="Runs; the best one counts.")]
+Repeats = Annotated[
+    int,
+    typer.Option("--repeats", help="Runs. tokens/s and ms are of the best one, AL is of all."),
+]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", help="TB/s of the device's memory.")]
 PromptSet = Annotated[
     str | None,
@@ -104,9 +109,14 @@ def bench_step(
     """Measure what a step costs: with random weights and a given acceptance, or with a real pair.
 
     c: requests at a time; AL: acceptance length; ms: of a step, and of its parts; floor: the share
-    of a step that reading every weight once would take, of experts those that a pass touches. Trees
-    accept what a trained drafter with this profile would (docs/moe.md).
+    of a step that reading every weight once would take, of experts those that a pass touches; all
+    of them in layers that run through transformers. Trees accept what a trained drafter with this
+    profile would (docs/moe.md).
     """
+    counted = (("prompt", prompt), ("output", output), ("repeats", repeats), ("limit", limit))
+    for name, number in counted:
+        check_count(name, number)
+    check_bandwidth(bandwidth)
     shape = chosen_shape(shape, config)
     names = [parse_method(name) for name in methods.split(",")]
     ks = parse_ks(k)
@@ -120,7 +130,7 @@ def bench_step(
         bandwidth * 1e12,
         int8,
     )
-    pair, prompts = load_pair(shape, set_name, data, limit, device, dtype, experts)
+    pair, prompts = load_pair(shape, set_name, data, limit, device, dtype, experts, names)
     cells = []
     for count, (method, length, nodes) in product(counts, draft_forms(names, ks, trees)):
         form = f"{method}, K={length}" + f", trees of {nodes}" * bool(nodes)
@@ -168,6 +178,16 @@ def chosen_shape(shape: str | None, config: Path | None) -> str:
     return str(config) if shape is None else shape
 
 
+def check_count(name: str, number: int) -> None:
+    if number < 1:
+        raise UserError(f"`{name}` is {number}: use 1 or more")
+
+
+def check_bandwidth(bandwidth: float) -> None:
+    if not 0 < bandwidth < math.inf:
+        raise UserError(f"`bandwidth` is {bandwidth:g} TB/s: use a number above 0, such as 4.3")
+
+
 def parse_tree_sizes(
     text: str | None, methods: "list[Method]", ks: tuple[int | str, ...]
 ) -> tuple[int | None, ...]:
@@ -194,12 +214,24 @@ def draft_forms(
 
 def parse_profiles(words: list[str]) -> dict[str, tuple[float, ...]]:
     """By method; without a method, a profile is for all that have none of their own."""
-    profiles = {ANY_METHOD: parse_sequence(DEFAULT_PROFILE, float, ".8,.6,.4")}
+    profiles = {ANY_METHOD: parse_profile(DEFAULT_PROFILE)}
     for word in words:
         method, _, numbers = word.rpartition("=")
         name = parse_method(method) if method else ANY_METHOD
-        profiles[name] = parse_sequence(numbers, float, ".8,.6,.4")
+        profiles[name] = parse_profile(numbers)
     return profiles
+
+
+def parse_profile(numbers: str) -> tuple[float, ...]:
+    """Shares from 0 to 1 that do not rise: a draft counts only if those before it are accepted."""
+    profile = parse_sequence(numbers, float, ".8,.6,.4")
+    falling = all(earlier >= share for earlier, share in pairwise((1.0, *profile, 0.0)))
+    if not falling:
+        raise UserError(
+            f"the shares of `profile` {numbers} must be 0 to 1 and must not rise: write it like"
+            " .8,.6,.4"
+        )
+    return profile
 
 
 def load_pair(
@@ -210,16 +242,11 @@ def load_pair(
     device: str,
     dtype: str,
     experts: str | None,
+    methods: "list[Method]",
 ) -> "tuple[LoadedPair, list[list[int]]]":
     """A pair with random weights and no prompts, or with a set a real pair and its prompts."""
     if set_name is None:
-        from peagle.bench.random_models import parse_experts, random_pair
-        from peagle.model_pair import choose_device
-        from peagle.target.precision import choose_dtype
-
-        chosen = choose_device(device)
-        expert_format = parse_experts(experts, shape)
-        return random_pair(shape, chosen, choose_dtype(dtype, chosen), experts=expert_format), []
+        return load_random_pair(shape, device, dtype, experts, methods), []
     if experts is not None:
         raise UserError("--experts is for random weights: leave it out with --set")
     from peagle.data.bench import read_sets
@@ -230,11 +257,34 @@ def load_pair(
     return pair, [pair.encode([{"role": "user", "content": task.turns[0]}]) for task in tasks]
 
 
+def load_random_pair(
+    shape: str, device: str, dtype: str, experts: str | None, methods: "list[Method]"
+) -> "LoadedPair":
+    from peagle.bench.random_models import parse_experts, random_pair
+    from peagle.bench.shapes import quantization_method
+    from peagle.model_pair import choose_device
+    from peagle.target.precision import choose_dtype
+
+    expert_format = parse_experts(experts, shape)
+    stored = quantization_method(shape)
+    if stored not in (None, "mxfp4"):
+        warn(f"random weights do not follow the format of {shape}, {stored}: they are as --dtype")
+    chosen = choose_device(device)
+    return random_pair(
+        shape, chosen, choose_dtype(dtype, chosen), experts=expert_format, methods=methods
+    )
+
+
 def show_cells(cells: list["StepCell"], as_json: bool) -> None:
     if as_json:
         print(json.dumps([cell.to_json() for cell in cells]))
     else:
         out.print(cell_table(cells))
+        if any(cell.experts is not None and cell.experts_touched is None for cell in cells):
+            warn(
+                "the experts that a pass touches are not counted in layers that run through"
+                " transformers: the floor counts all experts"
+            )
 
 
 def cell_table(cells: list["StepCell"]) -> Table:
@@ -262,5 +312,7 @@ def cell_table(cells: list["StepCell"]) -> Table:
 
 
 def touched_experts(cell: "StepCell") -> str:
+    if cell.experts is None:
+        return "-"
     touched = cell.experts_touched
-    return "-" if touched is None else f"{touched:.1f} / {cell.experts}"
+    return f"{'-' if touched is None else f'{touched:.1f}'} / {cell.experts}"

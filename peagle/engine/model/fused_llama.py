@@ -224,6 +224,9 @@ def rope_table(rotary: nn.Module, length: int, device: torch.device) -> Tensor:
     return torch.cat([cos, sin], -1).contiguous()
 
 
+NO_KERNEL = "some of its matrices have no kernel whose sums do not depend on the batch"
+
+
 class FusedLlamaTarget:
     def __init__(self, target: Any, length: int, windows: Mapping[int, int | None]) -> None:
         """`windows`: the sliding window of each layer, as transformers passes it to attention.
@@ -276,12 +279,13 @@ class FusedLlamaTarget:
         if self.uses_c_kernels:
             return None
         if self.expert_counts is not None:
-            return "the sums of its experts depend on the number of rows"
+            on_gpu = self.norm.is_cuda
+            return "the sums of its experts depend on the number of rows" if on_gpu else NO_KERNEL
         weights = [self.lm_head, *(w for layer in self.layers for w in layer.weights)]
         if not all(weight.use_batch_invariant(enabled) for weight in weights):
             for weight in weights:
                 weight.use_batch_invariant(False)
-            return "some of its matrices have no kernel whose sums do not depend on the batch"
+            return NO_KERNEL
         self.layers = [
             replace(layer, attention=replace(layer.attention, batch_invariant=enabled))
             for layer in self.layers

@@ -1,4 +1,7 @@
-"""Mixture: the MLP of a layer with experts, over kernels that read every touched expert once."""
+"""Mixture: the MLP of a layer with experts, over kernels that read only touched experts.
+
+A matrix is read once for each block of an expert's rows (kernels/triton/experts/tiles.py).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

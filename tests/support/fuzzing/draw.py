@@ -9,7 +9,10 @@ from tests.support.fuzzing.case import FuzzCase, FuzzRequest
 from tests.support.fuzzing.targets import CONTEXTS, spells
 from tests.support.grammars import FUZZ_GRAMMARS
 
-TARGETS = ("llama", "llama", "llama words", "llama words", "qwen3-moe", "gpt2", "exact")
+TARGETS = (
+    *("llama", "llama", "llama words", "llama words"),
+    *("qwen3-moe", "gpt-oss", "gpt2", "exact"),
+)
 VOCAB = range(6, 96)
 EOS = 1
 LETTER_STOPS = ("a", "b", "1", "ab", "ok", '"', "ea", "X")

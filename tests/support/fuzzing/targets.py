@@ -13,7 +13,14 @@ from tests.support.grammars import letters, small_with_letters
 from tests.support.tiny_models import make_drafter, make_target
 
 # Tokens of the longest answer with its prompt; "exact": in bfloat16 and exact mode.
-CONTEXTS = {"llama": 256, "llama words": 256, "qwen3-moe": 256, "gpt2": 64, "exact": 256}
+CONTEXTS = {
+    "llama": 256,
+    "llama words": 256,
+    "qwen3-moe": 256,
+    "gpt-oss": 256,
+    "gpt2": 64,
+    "exact": 256,
+}
 
 LAYERS = 3
 AUX = (0, 1, 2)
