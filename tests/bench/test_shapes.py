@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, logging
 from typer.testing import CliRunner
 
+from peagle.bench import random_models
 from peagle.bench.random_models import parse_experts, random_pair
 from peagle.bench.shapes import SHAPES, expert_count, shape_config, shape_name
 from peagle.cli import app
 from peagle.errors import UserError
-from peagle.target import Target, default_aux_layer_ids
+from peagle.target import default_aux_layer_ids
 
 PARAMETERS = {
     "smollm2-135m": 134_515_008,
@@ -107,7 +108,7 @@ def test_a_gpu_without_memory_gives_one_line(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 100 GiB")
 
-    monkeypatch.setattr(Target, "forward", fail)
+    monkeypatch.setattr(random_models, "random_model", fail)
     with pytest.raises(UserError, match="tiny does not fit the memory of the GPU"):
         random_pair("tiny", "cpu", torch.float32)
 

@@ -113,22 +113,14 @@ def bench_step(
     of them in layers that run through transformers. Trees accept what a trained drafter with this
     profile would (docs/moe.md).
     """
-    counted = (("prompt", prompt), ("output", output), ("repeats", repeats), ("limit", limit))
-    for name, number in counted:
-        check_count(name, number)
-    check_bandwidth(bandwidth)
+    check_count("limit", limit)
     shape = chosen_shape(shape, config)
     names = [parse_method(name) for name in methods.split(",")]
     ks = parse_ks(k)
     trees = parse_tree_sizes(tree, names, ks)
     counts = parse_counts(concurrency)
     measurement = StepMeasurement(
-        parse_profiles(profile),
-        prompt,
-        output,
-        repeats,
-        bandwidth * 1e12,
-        int8,
+        parse_profiles(profile), prompt, output, repeats, bandwidth * 1e12, int8
     )
     pair, prompts = load_pair(shape, set_name, data, limit, device, dtype, experts, names)
     cells = []
@@ -151,6 +143,11 @@ class StepMeasurement:
     repeats: int
     bytes_per_second: float
     int8: bool
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "output", "repeats"):
+            check_count(name, getattr(self, name))
+        check_bandwidth(self.bytes_per_second / 1e12)
 
     def run(
         self,
