@@ -126,14 +126,20 @@ class NgramPolicy:
         self.costs.add(batch, NO_DRAFT.nodes, seconds)
 
     def _seconds(self, batch: int, k: int) -> float:
-        """The cost of a step that verifies k n-gram drafts: measured, or estimated."""
+        """The cost of a step that verifies k n-gram drafts: measured, or estimated.
+
+        Steps of many requests seldom have n-gram drafts only, and others are not measured here. The
+        costs of smaller batches are too low for them; those of the drafter's chains are better.
+        """
         seconds = self.costs.seconds(batch, k)
-        if seconds is not None and not self.costs.sample_count(batch, k):
-            seconds *= OPTIMISM
+        if seconds is not None and self.costs.sample_count(batch, k):
+            return seconds
         policy = self.adaptive
-        if seconds is None and policy is not None:
-            seconds = policy.costs.seconds(batch, k)
-        if seconds is None:
-            plain = self.costs.seconds(batch, 0) or 1.0
-            seconds = plain * (1 + PRIOR_ROW_COST * k)
-        return seconds
+        if policy is not None and self.costs.measured_lengths(batch) < 2:
+            chain_seconds = policy.costs.seconds(batch, k)
+            if chain_seconds is not None:
+                return chain_seconds
+        if seconds is not None:
+            return OPTIMISM * seconds
+        plain = self.costs.seconds(batch, 0) or 1.0
+        return plain * (1 + PRIOR_ROW_COST * k)

@@ -78,6 +78,10 @@ class StepCosts:
     def sample_count(self, batch: int, nodes: int) -> int:
         return len(self.samples.get(self.bucket(batch), {}).get(nodes, ()))
 
+    def measured_lengths(self, batch: int) -> int:
+        """How many node counts have a measured cost in this bucket."""
+        return len(self.measured.get(self.bucket(batch), {}))
+
     def seconds(self, batch: int, nodes: int) -> float | None:
         """The measured or estimated cost, as the class says; None if nothing tells it."""
         bucket = self.bucket(batch)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle.draft_shape import MAX_NGRAM, DraftShape
+from peagle.draft_shape import MAX_NGRAM, NO_DRAFT, DraftShape
 from peagle.engine.ngram.acceptance import NgramAcceptance, NgramRecord, expected_tokens
 from peagle.engine.ngram.ngram_draft import NgramDraft
 from peagle.engine.ngram.ngram_step import NgramStep
@@ -85,6 +85,19 @@ def test_expensive_rows_shorten_chains() -> None:
     drafted = [7] * 7  # Seven of eight requests have drafts of the drafter.
     choice = policy.choose(8, [(record, NgramDraft(8, DRAFTS, True))], drafted)
     assert choice.shape.k < 5
+
+
+def test_costs_of_one_request_say_little_about_eight() -> None:
+    """Steps in which one of eight drafts by lookup are never measured as such."""
+    policy, record = policy_after([15] * 10)
+    for k in (0, 1, 3, 7):
+        for _ in range(3):
+            counts = [AcceptedCounts(0, 0)] * 8
+            policy.drafter_policy.observe(8, DraftShape(k, k), 0.01 + 0.006 * k, counts)
+    policy.observe_no_draft(8, 0.01)
+    draft = NgramDraft(8, DRAFTS, True)
+    assert policy.choose(8, [(record, draft)], [0] * 7).shape == NO_DRAFT
+    assert policy.choose(1, [(record, draft)], []).shape == DraftShape(15, 15)
 
 
 def test_a_cost_that_was_not_measured_for_long_is_estimated_anew() -> None:
