@@ -119,7 +119,7 @@ def many_alone(name: str) -> list[list[int]]:
 )
 def test_batches_change_no_bit(name: str, method: Method, k: int, tree: int) -> None:
     """Staggered arrival, chunks of prompts, shared prefixes, sampling, and pages that run out."""
-    kv_tokens = 208 if tree == 40 else 160 if method == "ngram" else 144
+    kv_tokens = 208 if tree == 40 else 176 if method == "ngram" else 144
     options = {"page_size": PAGE, "kv_tokens": kv_tokens, "max_batch": 8}
     engine = engine_of(pair(name), method, k, tree=tree, exact=True, **options)
     assert engine.exact_mode == "batched"
