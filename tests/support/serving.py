@@ -1,6 +1,7 @@
 """A tiny pair with a tokenizer, and servers for it: in process, or on a real socket."""
 
 import asyncio
+import http.client
 import json
 import socket
 import time
@@ -227,3 +228,10 @@ def raw_request(url: str, head: str, body: bytes = b"") -> socket.socket:
     connection = socket.create_connection((host, int(port)), timeout=20)
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
     return connection
+
+
+def read_reply(connection: socket.socket) -> tuple[int, bytes]:
+    """The status and the body of one whole reply, in however many pieces it arrives."""
+    with http.client.HTTPResponse(connection) as reply:
+        reply.begin()
+        return reply.status, reply.read()
