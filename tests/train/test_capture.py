@@ -272,7 +272,8 @@ def test_training_equals_online(
             "accepted",
             "rows",
         ):
-            assert a.get(key) == pytest.approx(b.get(key), abs=1e-4)
+            # Lists are rounded to 1e-4, so close values may be that far apart.
+            assert a.get(key) == pytest.approx(b.get(key), abs=2e-4)
     a, b = (checkpoint.load(tmp_path / name / "drafter", target) for name in ("stored", "online"))
     assert a.config == b.config
     for name, tensor in a.state_dict().items():
