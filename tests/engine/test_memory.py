@@ -85,9 +85,11 @@ def test_stream_of_a_closed_engine_holds_no_kv_cache(no_collector: None) -> None
     stream = engine.add([5, 6, 7], max_tokens=40)
     engine.step()
     stepper = engine.loop.stepper
-    references = [ref(stepper.kv_cache), ref(stepper.verifier), ref(stepper.prefill)]
+    parts = (stepper.kv_cache, stepper.verifier, stepper.prefill, stepper.deferred_rows)
+    references = [ref(part) for part in parts]
+    del parts
     engine.close()
-    assert [reference() for reference in references] == [None] * 3
+    assert [reference() for reference in references] == [None] * 4
     assert engine.status()["finished"] == {"error": 1} and not engine.busy
     engine.check_integrity()
     stream.abort()

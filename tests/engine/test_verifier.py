@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     CwmConfig,
+    DeepseekV3Config,
     DiffLlamaConfig,
     GraniteConfig,
     Llama4TextConfig,
@@ -50,6 +51,16 @@ TAPS = (0, 2, 3)
 LENGTH = 60
 PAGE = 8
 FOUR = {**SIZES, "num_hidden_layers": 4}
+LATENT = {  # attention
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 4,
+}
 SLIDING = {"use_sliding_window": True, "max_window_layers": 1}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -306,6 +317,7 @@ def test_the_context_of_llama_4_ends_where_its_attention_changes(config: Pretrai
         (BertConfig(**FOUR), "compute something else"),  # sees later tokens
         (DiffLlamaConfig(**FOUR | {"head_dim": 8}), "compute something else"),  # attends twice
         (NemotronConfig(**FOUR), "does not pass arguments on"),
+        (DeepseekV3Config(**FOUR | LATENT), "keys and values differ in size"),
     ],
 )
 def test_targets_that_pages_cannot_run_are_refused(config: PretrainedConfig, words: str) -> None:

@@ -303,6 +303,7 @@ ROUTE_CASES = {
     "route": partial(check_route, 5, 300, 8, RouterParams(2, True), False),
     "route, one row": partial(check_route, 1, 40, 4, RouterParams(3, False), True),
     "route, over all experts": partial(check_route, 16, 64, 20, RouterParams(3, False), True),
+    "route, few rows, wide": partial(check_route, 10, 2048, 128, RouterParams(8, True), False),
     "route, two blocks": partial(check_route, 17, 600, 33, RouterParams(8, True), False),
     "route, several blocks": partial(check_route, 37, 300, 60, RouterParams(8, False), True),
     "route, many blocks": partial(check_route, 257, 40, 6, RouterParams(1, False), False),

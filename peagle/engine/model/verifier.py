@@ -19,6 +19,7 @@ from peagle.engine.model.fused_llama import FusedLlamaTarget
 from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.mixture import SILU_CLASSES, is_supported_mixture
 from peagle.engine.model.verifier_probe import VerifierProbe
+from peagle.errors import UserError
 from peagle.kernels.row_pass import RowPass
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 from peagle.target import Target
@@ -121,6 +122,11 @@ def target_kv_shapes(target: Target) -> list[KVShape]:
     cache = target.new_cache()
     target.forward(torch.zeros(1, dtype=torch.long, device=target.device), cache)
     layers: list[Any] = cache.layers
+    if any(layer.keys.shape != layer.values.shape for layer in layers):
+        raise UserError(
+            f"the engine does not support target {target.name!r}, whose keys and values differ in"
+            " size (latent attention): serve it with vLLM (`peagle serve --engine vllm`)"
+        )
     return [KVShape(layer.keys.shape[1], layer.keys.shape[3], layer.keys.dtype) for layer in layers]
 
 

@@ -175,6 +175,7 @@ class Stepper:
         self.__dict__.pop("verifier", None)
         self.__dict__.pop("prefill", None)
         self.drafter = None
+        self.deferred_rows = None
         self.graphs = Graphs()
         self._slot_indices.clear()
 
