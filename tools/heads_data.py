@@ -146,7 +146,7 @@ def _answer(
 ) -> None:
     record = job.out / f"answers-{name}.json"
     if record.is_file():
-        if (seed := json.loads(record.read_text()).get("seed")) != settings.seed:
+        if (seed := json.loads(record.read_text()).get("seed", settings.seed)) != settings.seed:
             raise UserError(f"{job.out / name} has the seed {seed}: give another --out or --seed")
         return
     with stage(f"{name} answers"):

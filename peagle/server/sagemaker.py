@@ -151,7 +151,7 @@ def option_arguments(name: str, value: str, for_vllm: bool = False) -> list[str]
     if option in FLAG_OPTIONS:
         value = flag_value(name, value)
     if value == "false":
-        return ["--no-exact"] if option == "exact" else []
+        return [f"--no-{option}"] if f"no-{option}" in FLAG_OPTIONS else []
     is_flag = value in ("true", "")
     values = [] if is_flag else split_array(value)
     if not is_native:

@@ -388,9 +388,9 @@ def test_sigterm_while_it_loads(folder: Path) -> None:
     process, first = start(folder, str(folder / "target"), "--port", "0", "--method", "none")
     assert first["event"] == "listening"
     url = f"http://127.0.0.1:{first['port']}"
-    assert httpx.get(f"{url}/health", timeout=60).status_code == 503
+    assert httpx.get(f"{url}/health", timeout=180).status_code == 503
     process.send_signal(signal.SIGTERM)
-    _, rest = process.communicate(timeout=60)
+    _, rest = process.communicate(timeout=180)
     assert process.returncode == 0 and "Traceback" not in rest and "terminate" not in rest
 
 

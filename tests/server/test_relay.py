@@ -405,13 +405,13 @@ def test_too_many_requests(tmp_path: Path) -> None:
         assert late[-1]["error"]["code"] == 504
 
 
-@pytest.mark.parametrize("drain_seconds", [60.0, 0.2])
-def test_drain(drain_seconds: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("drain_seconds", "tokens"), [(60.0, 40), (0.2, 400)])
+def test_drain(drain_seconds: float, tokens: int, tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path, drain_seconds=drain_seconds)
     replies: list[httpx.Response] = []
     with running_gateway(gateway) as (server, url):
         thread = threading.Thread(
-            target=lambda: replies.append(post(url, "slow", stream=True, max_tokens=40))
+            target=lambda: replies.append(post(url, "slow", stream=True, max_tokens=tokens))
         )
         thread.start()
         wait_for(lambda: gateway.in_flight == 1)

@@ -169,7 +169,9 @@ def test_learning(live: tuple[Any, str, Path]) -> None:
     root = log.parent
     folder = LearnFolder(root / "learn")
     wait_for(lambda: learners(log, "worker ready") == 1)
+    load = Load(url, 4)
     wait_for(lambda: {d.engine for d in read_documents(folder)} == {"replica-0", "replica-1"})
+    load.stop()
     add_version(folder, load_folder(root), root, 1, parent=0)
     learner = read_learner_pid(log)
     os.kill(learner, signal.SIGKILL)

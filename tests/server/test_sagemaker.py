@@ -75,6 +75,12 @@ def test_values_of_flags(value: str, options: list[str], tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.parametrize("flag", ["ngram", "enable-prefix-caching"])
+def test_false_turns_a_default_off(flag: str, tmp_path: Path) -> None:
+    name = f"SM_VLLM_{flag.upper().replace('-', '_')}"
+    assert serve_arguments({name: "false"}, tmp_path) == [*BASE, f"--no-{flag}"]
+
+
 def test_a_flag_that_is_neither_true_nor_false(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"SM_VLLM_EXACT is 'maybe': set it to true or false"):
         serve_arguments({"SM_VLLM_EXACT": "maybe"}, tmp_path)

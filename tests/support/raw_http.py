@@ -22,7 +22,7 @@ class RawReply:
         return b'"object":"list"' in self.data
 
 
-def exchange(port: int, data: bytes, quiet_seconds: float = 0.5) -> RawReply:
+def exchange(port: int, data: bytes, quiet_seconds: float = 1.5) -> RawReply:
     """Send these bytes; return what arrives until nothing has come for a while."""
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.cli import app
-from peagle.cli.training.make_drafter import choose_config
+from peagle.cli.training.make_drafter import card_command, choose_config
 from peagle.data.bench import Task
 from peagle.drafter.formats import checkpoint
 from peagle.evaluate.evaluate import EvaluateSettings, evaluate
@@ -92,7 +92,16 @@ def test_no_answers_are_added_after_training_has_started(folder: Path, tmp_path:
     assert "no more answers" in again and "0 answered" in again and "resuming" in again
     assert (out / "answers" / "answers.jsonl").read_text() == answers
     card = (out / "p-eagle" / "published" / "README.md").read_text()
-    assert "--answer-minutes 0.5 --epochs 2 --set" in card
+    assert "--answer-minutes 0.5 --epochs 2.0 --set" in card
+    changed = [*words, "--method", "eagle3", "--set", "aux_layer_ids=1,3,6"]
+    other = make(folder, out, *changed, "--stop-after", "0")
+    assert "no more answers" in other and "2. training" in other
+    assert (out / "answers" / "answers.jsonl").read_text() == answers
+
+
+def test_the_card_has_the_numbers_as_given() -> None:
+    numbers = {"limit": 1_234_567, "invent": 0, "answer-minutes": None, "epochs": 6.5}
+    assert card_command("x", numbers, ["k=7"]) == "x --limit 1234567 --epochs 6.5 --set k=7"
 
 
 def test_the_clock_limits_the_answers(folder: Path, tmp_path: Path) -> None:
@@ -101,8 +110,9 @@ def test_the_clock_limits_the_answers(folder: Path, tmp_path: Path) -> None:
     words += ["--out", str(tmp_path / "out"), "--set", "layers=1", "--answer-minutes"]
     done = CliRunner().invoke(app, [*words, "1e-9"])
     assert done.exit_code == 2 and "0 answered" in done.output and "no answer" in done.output
-    refused = CliRunner().invoke(app, [*words, "0"])
-    assert refused.exit_code == 2 and "use more than 0" in refused.output
+    for minutes in ("0", "nan"):
+        refused = CliRunner().invoke(app, [*words, minutes])
+        assert refused.exit_code == 2 and "use more than 0" in refused.output
 
 
 def test_the_pack_fits_the_memory() -> None:
@@ -135,6 +145,15 @@ def test_the_sliding_window(
     config, _ = choose_config(str(folder / "target"), "eagle3", folder, 2.0, "cpu", long, changes)
     assert config.window == expected and config.max_length == (long or 256)
     assert (config.sliding_window == 0) == (changes == ["init=earlier"])
+
+
+def test_a_wrong_drafter_is_reported_before_the_answers(folder: Path, tmp_path: Path) -> None:
+    words = ["make-drafter", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
+    done = CliRunner().invoke(
+        app, [*words, "--out", str(tmp_path / "out"), "--set", f"init={tmp_path / 'nothing'}"]
+    )
+    assert done.exit_code == 2 and "there is no such folder" in done.output
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

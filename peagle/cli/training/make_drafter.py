@@ -54,6 +54,7 @@ def make_drafter(
     """
     from peagle.cli.training.regenerate import check_prompt_options, regenerate
     from peagle.cli.training.train import print_plan, publish_run, train_run
+    from peagle.drafter.formats import checkpoint
     from peagle.train.run import TrainRun
 
     check_prompt_options(prompts, invent, limit, validation)
@@ -61,8 +62,10 @@ def make_drafter(
     config, max_tokens = choose_config(
         target, parsed_method, out, epochs, device, long, changes or []
     )
+    if config.continues:
+        checkpoint.read(Path(config.init).expanduser())  # A wrong folder ends the command now.
     err.print("[bold]1. answers[/]")
-    has_started = has_state(config)
+    has_started = has_state(out.expanduser(), config)
     if has_started:
         err.print("training has started: no more answers")
     regenerate(
@@ -96,22 +99,23 @@ def check_options(method: str, answer_minutes: float | None) -> "Method":
     parsed_method = parse_method(method)
     if parsed_method not in DRAFTER_METHODS:
         raise UserError(f"there is no drafter for method {method}: use p-eagle or eagle3")
-    if answer_minutes is not None and answer_minutes <= 0:
+    if answer_minutes is not None and not answer_minutes > 0:
         raise UserError(f"--answer-minutes is {answer_minutes:g}: use more than 0, or leave it out")
     return parsed_method
 
 
 def card_command(start: str, numbers: dict[str, float | None], changes: list[str]) -> str:
     """The command in the drafter's card; options that are None or 0 are left out."""
-    words = [start, *(f"--{name} {number:g}" for name, number in numbers.items() if number)]
+    words = [start, *(f"--{name} {number}" for name, number in numbers.items() if number)]
     return " ".join([*words, *(f"--set {change}" for change in changes)])
 
 
-def has_state(config: "TrainConfig") -> bool:
-    """Whether training has started: to resume, it needs the same answers."""
+def has_state(out: Path, config: "TrainConfig") -> bool:
+    """Whether training by any method has started: to resume, it needs the same answers."""
     from peagle.train.state import list_states
 
-    return bool(list_states(Path(config.out).expanduser() / "state"))
+    runs = [Path(config.out).expanduser(), *(out / method for method in DRAFTER_METHODS)]
+    return any(list_states(run / "state") for run in runs)
 
 
 def choose_config(
