@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,7 +178,8 @@ def test_scores_of_programs_need_a_sandbox(
     """Refused with exit code 2 before anything is measured."""
     task = {"turns": ["w7 w8"], "prompt": "x", "test": "x", "entry_point": "f"}
     (tmp_path / "code.jsonl").write_text(json.dumps({"id": 1, **task}))
-    monkeypatch.setattr("peagle.bench.quality.sandbox.launch.platform.machine", lambda: "riscv64")
+    machine = SimpleNamespace(machine=lambda: "riscv64")
+    monkeypatch.setattr("peagle.bench.quality.sandbox.launch.platform", machine)
     find_sandbox.cache_clear()
     args = ("--set", tmp_path / "code.jsonl", "--methods", "none", "--concurrency", 1, "--score")
     output = run(

@@ -54,7 +54,6 @@ def make_drafter(
     """
     from peagle.cli.training.regenerate import check_prompt_options, regenerate
     from peagle.cli.training.train import print_plan, publish_run, train_run
-    from peagle.drafter.formats import checkpoint
     from peagle.train.run import TrainRun
 
     check_prompt_options(prompts, invent, limit, validation)
@@ -62,8 +61,7 @@ def make_drafter(
     config, max_tokens = choose_config(
         target, parsed_method, out, epochs, device, long, changes or []
     )
-    if config.continues:
-        checkpoint.read(Path(config.init).expanduser())  # A wrong folder ends the command now.
+    check_init(config)
     err.print("[bold]1. answers[/]")
     has_started = has_state(out.expanduser(), config)
     if has_started:
@@ -102,6 +100,14 @@ def check_options(method: str, answer_minutes: float | None) -> "Method":
     if answer_minutes is not None and not answer_minutes > 0:
         raise UserError(f"--answer-minutes is {answer_minutes:g}: use more than 0, or leave it out")
     return parsed_method
+
+
+def check_init(config: "TrainConfig") -> None:
+    """A wrong folder ends the command before the answers are generated."""
+    from peagle.drafter.formats import checkpoint
+
+    if config.continues:
+        checkpoint.read(Path(config.init).expanduser())
 
 
 def card_command(start: str, numbers: dict[str, float | None], changes: list[str]) -> str:
