@@ -5,8 +5,10 @@
 A thread runs step after step (loop.py). With `EngineConfig(thread=False)` the caller runs `step()`.
 """
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +54,16 @@ from peagle.errors import UserError
 from peagle.grammar import CompiledGrammar, Grammar
 from peagle.kernels.cpu.library import kernel_state
 from peagle.model_pair import ModelPair, Prompt, load_models
+
+EXIT_SECONDS = 10.0  # for the step that runs when the program ends
+_running: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # engines with a thread
+
+
+@atexit.register
+def end_threads() -> None:
+    """End engines that nobody closed: a thread inside a kernel would abort the ending program."""
+    for engine in list(_running):
+        engine._end_thread(EXIT_SECONDS)
 
 
 class Engine:
@@ -104,6 +116,7 @@ class Engine:
         if config.thread:
             self._thread = threading.Thread(target=self._run, name="peagle-engine", daemon=True)
             self._thread.start()
+            _running.add(self)
 
     def _drafter(self) -> Drafter | None:
         """The drafter of the method, with the window of the config."""
@@ -268,6 +281,16 @@ class Engine:
                     self._fail_requests(self._failure or "the engine was closed")
         finally:
             self._release()
+
+    def _end_thread(self, seconds: float) -> None:
+        """Let the engine's thread end behind its step, if that takes no longer than this."""
+        if self._thread is None:
+            return
+        if self._lock.acquire(timeout=seconds):
+            self._closed = True
+            self._lock.notify_all()
+            self._lock.release()
+        self._thread.join(seconds)
 
     def _release(self) -> None:
         """Free memory, once no step is running; a step that closes its own engine does it later."""

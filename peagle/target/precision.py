@@ -21,6 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MAX_STORED = 64  # measurements that are remembered; the oldest are dropped
 MIN_SPEEDUP = 1.1  # what is less precise, or needs more memory, must be clearly faster
 MAX_LOAD = 1.1  # running processes per core, over the last minute
+UNDER_LOAD = ", under load"
 Measure = Callable[[MatrixShapes, str | None], dict[str, PassTimes]]
 
 
@@ -89,22 +90,26 @@ def measured_choice(
     path = cache_home() / "precision.json"
     machine = machine_key()
     key = f"{machine}, {shapes.name}{f', {stored_format}' if stored_format else ''}"
+    if is_overloaded():
+        key += UNDER_LOAD
     stored: dict[str, Any] = {}
     try:
         stored |= json.loads(path.read_text())
-        times = read_times(stored[key])
+        times = read_times(stored.get(key.removesuffix(UNDER_LOAD)) or stored[key])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         times = measure(shapes, stored_format)
-        if not is_overloaded():
-            with suppress(OSError):  # in a read-only folder, the next call measures again
-                stored.pop(key, None)  # the new one is the last
-                stored[key] = times
-                write_json(path, dict(list(stored.items())[-MAX_STORED:]))
+        with suppress(OSError):  # in a read-only folder, the next call measures again
+            stored.pop(key, None)  # the new one is the last
+            stored[key] = times
+            write_json(path, dict(list(stored.items())[-MAX_STORED:]))
     return SpeedChoice(choose_candidate(times), times, machine)
 
 
 def is_overloaded() -> bool:
-    """Whether processes wait for a core: times measured now are used, but not remembered."""
+    """Whether processes wait for a core.
+
+    Times measured now serve while that lasts, so that answers do not depend on the process.
+    """
     try:
         load = os.getloadavg()[0]
     except OSError:

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from peagle.catalog.pair import DrafterSource
 from peagle.cli import app
+from peagle.cli.serving.generate import print_statistics
+from peagle.core import Generation, Step
 from peagle.engine import Engine, EngineConfig
 from peagle.evaluate import demo
 from peagle.loaded import LoadedPair, load
@@ -348,3 +350,14 @@ def test_light_imports() -> None:
     heavy = "('torch', 'transformers', 'fastapi')"
     code = f"import sys, peagle, peagle.cli; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("drafted", "words"), [(3, "4 tokens in 2 steps,"), (0, "(1 with drafts)")]
+)
+def test_statistics_count_steps_with_drafts(
+    drafted: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [Step((1, 2, 3), 3, 2), Step((4,), drafted)]
+    print_statistics(Generation("x", [1, 2, 3, 4], 2, steps, "stop", "p-eagle", 3, 1.0, 0.1))
+    assert words in capsys.readouterr().err

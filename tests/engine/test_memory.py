@@ -1,6 +1,8 @@
 """Memory of engines: closed ones are freed at once, weights are packed once, a pair keeps few."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -77,6 +79,20 @@ def test_engine_of_another_target_is_freed_too(name: str, no_collector: None) ->
     engine.close()
     del engine
     assert [reference() for reference in references] == [None] * 3
+
+
+def test_a_program_ends_while_its_engine_runs() -> None:
+    """A thread inside a kernel would abort it."""
+    program = """
+from tests.support.engines import small
+from peagle.engine import Engine, EngineConfig
+engine = Engine(small(), EngineConfig(method="none"))
+next(iter(engine.add([5, 6, 7], max_tokens=200, ignore_eos=True)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_stream_of_a_closed_engine_holds_no_kv_cache(no_collector: None) -> None:

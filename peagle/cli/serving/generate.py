@@ -115,9 +115,11 @@ def print_statistics(answer: Generation) -> None:
     """End the line of the answer, and print its statistics to stderr."""
     print()
     exact = ", exact" if answer.exact else ""
+    drafted = sum(step.drafted > 0 for step in answer.steps)
+    drafts = f" ({drafted} with drafts)" if 0 < drafted < len(answer.steps) else ""
     err.print(
         f"[dim]{answer.method} {answer.shape_text}:"
-        f" {len(answer.token_ids)} tokens in {len(answer.steps)} steps,"
+        f" {len(answer.token_ids)} tokens in {len(answer.steps)} steps{drafts},"
         f" acceptance length {answer.acceptance_length:.2f},"
         f" {answer.tokens_per_second:.1f} tokens/s,"
         f" {answer.weights}{exact}, finished by {answer.finish_reason}[/]",
