@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 
 from peagle.cli.application import app, err, out, warn
 from peagle.cli.measurement.lists import parse_counts, parse_ks, parse_sequence, parse_trees
@@ -288,7 +289,9 @@ def cell_table(cells: list["StepCell"]) -> Table:
     columns = ["tokens/s", "AL", "ms", "target", "drafter", "rest", "floor", "K mostly"]
     mixture = any(cell.experts is not None for cell in cells)
     trees = any(cell.tree for cell in cells)
-    table = Table("method", "K", *["tree"] * trees, "c", *columns, *["experts"] * mixture)
+    names = ["K", *["tree"] * trees, "c", *columns, *["experts"] * mixture]
+    method = Column("method", no_wrap=True)
+    table = Table(method, *names, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for cell in cells:
         parts = (cell.target_ms, cell.drafter_ms, cell.rest_ms)
         usual_k = max(cell.k_steps, key=lambda k: cell.k_steps[k])

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -77,7 +78,8 @@ def compare(
 def change_table(changes: "list[Change]") -> Table:
     from peagle.report.words import DASH, amount, cell_label
 
-    table = Table("set", "method", "c", "metric", "A", "B", "B / A", "spread", "")
+    names = ("set", "method", "c", "metric", "A", "B", "B / A", "spread", "")
+    table = Table(*names, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for change in changes:
         style = OUTCOME_STYLES.get(change.outcome, "")
         has_spread = (
