@@ -286,7 +286,7 @@ def show_cells(cells: list["StepCell"], as_json: bool) -> None:
 
 
 def cell_table(cells: list["StepCell"]) -> Table:
-    columns = ["tokens/s", "AL", "ms", "target", "drafter", "rest", "floor", "K mostly"]
+    columns = ["tokens/s", "AL", "ms", "target", "draft", "rest", "floor", "K used"]
     mixture = any(cell.experts is not None for cell in cells)
     trees = any(cell.tree for cell in cells)
     names = ["K", *["tree"] * trees, "c", *columns, *["experts"] * mixture]
