@@ -10,6 +10,7 @@ from peagle.errors import UserError
 from peagle.server.http.app import build_app
 from peagle.server.http.backend import Backend
 from peagle.server.http.connections import Connections, connection_limit, raise_descriptor_limit
+from peagle.server.http.drain import SECOND_SIGNAL
 from peagle.server.http.header_limit import server_protocol
 from peagle.server.http.logs import log_event
 from peagle.server.listener import LISTEN_BACKLOG
@@ -52,13 +53,24 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start a drain at the first signal; exit at once at the second."""
+        """Start a drain at the first signal; abort all requests at the second.
+
+        uvicorn's `force_exit` is not used: without the end of its lifespan it logs tracebacks.
+        """
         drain = self.backend.drain
-        if self.loop is None or drain.is_draining:
+        if self.loop is None:
             self.should_exit = True
-            self.force_exit = True
             return
-        log_event("draining", signal=sig, seconds=drain.seconds, open=drain.open_requests)
+        if drain.is_draining:
+            drain.cut_short()
+            return
+        log_event(
+            "draining",
+            signal=sig,
+            seconds=drain.seconds,
+            open=drain.open_requests,
+            second_signal=SECOND_SIGNAL,
+        )
         self.loop.call_soon_threadsafe(drain.begin, self.stop)
 
     def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -15,8 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from peagle.server.front.engine_backend import EngineBackend
+from peagle.server.http.drain import Drain
+from peagle.server.http.request_log import RequestLog
+from peagle.server.http.response_counts import ResponseCounts
 from peagle.server.web_server import Server
 from tests.support import clients
 from tests.support.serving import (
@@ -297,6 +302,55 @@ def test_drain_ends_what_takes_too_long() -> None:
             and "shut down" in replies[False].json()["error"]["message"]
         )
         wait_exit(server)
+
+
+def test_a_second_signal_ends_answers_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    front, replies = make_backend(drain_seconds=3600), dict[bool, httpx.Response]()
+    logged = caplog.at_level(logging.INFO, "peagle.server")
+    with logged, running(front) as (server, url), slowed(front, 0.1):
+        threads = [asking(url, stream, replies) for stream in (True, False)]
+        engine = front.engines.pool.connections["engine"]
+        wait_for(lambda: sum(r.has_tokens for r in list(engine.requests.values())) == 2)
+        drain(server, front, 2)
+        server.handle_exit(signal.SIGINT, None)
+        for thread in threads:
+            thread.join(timeout=60)
+        wait_exit(server)
+    assert events(replies[True].text)[-1]["error"]["code"] == 503
+    assert replies[False].status_code == 503
+    fields = {record.getMessage(): record.__dict__.get("fields") for record in caplog.records}
+    assert fields["draining"]["second_signal"] == "stops at once"
+    assert "stopped" in fields
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_request_that_the_end_of_the_server_cancels() -> None:
+    """uvicorn logs a traceback for what its applications raise, also for a canceled request."""
+    sent: list[Message] = []
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        raise AssertionError("the body is not read")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def canceled(is_draining: bool) -> None:
+        drain = Drain(0)
+        drain.is_draining = is_draining
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        app = RequestLog(respond, drain, ResponseCounts("tiny"))
+        task = asyncio.ensure_future(app(scope, receive, send))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(canceled(is_draining=True))
+    assert sent[0]["status"] == 503 and b"shut down" in sent[1]["body"]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(canceled(is_draining=False))
 
 
 def test_drain_ends_what_no_engine_has_accepted() -> None:

@@ -1,7 +1,7 @@
 """Graceful shutdown: new requests are refused, running ones may finish within a time limit.
 
 serving -> begin() -> draining: /health and new requests get 503
-        -> all requests are finished, or the time limit aborts the rest -> stop()
+        -> all requests are finished, or the time limit or cut_short() aborts the rest -> stop()
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from peagle.server.http.errors import ApiError
 
 REFUSAL = "the server is shutting down: send the request to another server"
 ABORT = "the server shut down before the answer was complete"
+SECOND_SIGNAL = "stops at once"  # what the log says when draining starts
 FLUSH_SECONDS = 2.0  # for the error messages of aborted requests to be sent
 POLL_SECONDS = 0.02
 
@@ -30,6 +31,7 @@ class Drain:
         self.on_begin: Callable[[], None] = lambda: None  # Called when draining starts.
         # Aborts requests that no engine has accepted yet.
         self.abort_pending: Callable[[ApiError], None] = lambda error: None
+        self._is_cut_short = False
         self._task: asyncio.Task[None] | None = None
 
     def check_accepting(self) -> None:
@@ -52,6 +54,10 @@ class Drain:
             self.on_begin()
             self._task = asyncio.get_running_loop().create_task(self._run(stop))
 
+    def cut_short(self) -> None:
+        """Abort all requests now. This may be called from a signal handler."""
+        self._is_cut_short = True
+
     async def _run(self, stop: Callable[[], None]) -> None:
         await self._wait_until_idle(self.seconds)
         for request in list(self.in_flight):
@@ -63,5 +69,5 @@ class Drain:
     async def _wait_until_idle(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while self.open_requests and loop.time() < deadline:
+        while self.open_requests and not self._is_cut_short and loop.time() < deadline:
             await asyncio.sleep(POLL_SECONDS)

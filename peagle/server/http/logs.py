@@ -52,7 +52,7 @@ def set_up_logging() -> None:
 
 
 def log_event(
-    event: str, level: int = logging.INFO, error: BaseException | None = None, **fields: Any
+    event: str, level: int = logging.INFO, error: BaseException | None = None, /, **fields: Any
 ) -> None:
     log.log(level, event, extra={"fields": fields}, exc_info=error)
 

@@ -1,5 +1,6 @@
 """RequestLog: gives each request an id and a line in the log."""
 
+import asyncio
 import logging
 import re
 import secrets
@@ -8,7 +9,7 @@ import time
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from peagle.server.http.drain import Drain
+from peagle.server.http.drain import ABORT, Drain
 from peagle.server.http.errors import INTERNAL_ERROR, ApiError
 from peagle.server.http.logs import log_event, request_id, request_log_fields
 from peagle.server.http.response_counts import ResponseCounts
@@ -62,6 +63,14 @@ class RequestLog:
 
         try:
             await self.app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:
+            if not self.drain.is_draining:
+                raise
+            # The server ends: uvicorn has canceled what is still open, and logs what is raised.
+            if not status:
+                await ApiError(503, ABORT).response(scope["path"])(
+                    scope, receive, send_with_headers
+                )
         except Exception as error:
             log_event(
                 "error", logging.ERROR, error, request_id=request_id(scope), path=scope["path"]

@@ -14,6 +14,7 @@ import socket
 from peagle.errors import UserError
 from peagle.server.engine_process.engine_set import EngineSet
 from peagle.server.http.cache_salt import SECRET_VARIABLE
+from peagle.server.http.drain import SECOND_SIGNAL
 from peagle.server.http.logs import log_event
 from peagle.server.http_workers.front_process import FrontSpec
 from peagle.server.http_workers.front_supervisor import FrontSupervisor
@@ -92,7 +93,12 @@ class FrontSet:
         if self._stop.is_set():
             self._kill.set()
             return
-        log_event("draining", signal=number, seconds=self.settings.drain_seconds)
+        log_event(
+            "draining",
+            signal=number,
+            seconds=self.settings.drain_seconds,
+            second_signal=SECOND_SIGNAL,
+        )
         self._stop.set()
 
     def _fail(self, reason: str) -> None:
