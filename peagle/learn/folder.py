@@ -9,6 +9,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from peagle.errors import UserError
 from peagle.paths import write_json
@@ -46,6 +47,18 @@ class LearnFolder:
         self.events = self.root / "events.jsonl"
         self.learner_lock = self.root / "learner.lock"  # file_lock.py
         self.versions_lock = self.root / "versions.lock"
+
+    def require_writable(self) -> None:
+        """Create the folder if there is none. UserError: nothing can be written to it."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {self.root} ({error.strerror or error}): name another folder with"
+                " `learn`, or let this user write to it"
+            ) from error
 
     def open(self, identity: StoreIdentity) -> None:
         """Create the folder, or check that it belongs to this target (UserError)."""
