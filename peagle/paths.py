@@ -61,6 +61,13 @@ def checkpoint_folder(path: Path) -> Path:
     return path
 
 
+def require_drafter_folder(path: Path) -> None:
+    """Raise if there is no folder, before anything is read from it."""
+    if not path.is_dir():
+        reason = "it is a file, give its folder" if path.exists() else "there is no such folder"
+        raise UserError(f"no drafter in {path}: {reason}")
+
+
 @contextmanager
 def publish_folder(final: Path, private: bool = False) -> Iterator[Path]:
     """Yield a staging folder that replaces `final` if the block ends without an error.

@@ -82,7 +82,7 @@ def find_pair(name: str) -> Pair:
             return pair
     if name in (own := user_files()):
         return read_pair(own[name])
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # Without an error for an unknown user.
     if (folder / "config.json").is_file() or is_gguf_file(folder):
         return Pair(name, TargetSource(order=("folder",), folder=folder), drafters={})
     for pair in all_pairs().values():

@@ -10,12 +10,12 @@ from peagle.server.engine_process.engine_set import EngineSet
 from peagle.server.http.logs import set_up_logging
 from peagle.server.listener import open_listener
 from peagle.server.settings import ServerSettings
-from peagle.server.startup_checks import check_folders
+from peagle.server.startup_checks import check_sources
 
 
 def serve(settings: ServerSettings) -> None:
     """Run a server until it is stopped by a signal. UserError: the model cannot be served."""
-    check_folders(settings)
+    check_sources(settings)
     set_up_logging()
     listener = open_listener(settings)
     if settings.engine == "vllm":

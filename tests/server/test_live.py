@@ -449,8 +449,12 @@ def test_sigterm_while_it_loads(folder: Path) -> None:
 
 
 def test_a_pair_that_cannot_be_served_ends_the_process(folder: Path) -> None:
-    args = ("--port", "0", "--drafter", str(folder / "nothing"))
+    """What only reading the drafter shows; other faults are refused before anything starts."""
+    broken = folder / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    args = ("--port", "0", "--drafter", str(broken))
     process, first = start(folder, str(folder / "target"), *args)
     assert first["event"] == "listening"
     _, rest = process.communicate(timeout=120)
-    assert process.returncode == 2 and "no such folder" in rest and "Traceback" not in rest
+    assert process.returncode == 2 and "is not valid JSON" in rest and "Traceback" not in rest

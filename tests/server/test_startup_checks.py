@@ -1,4 +1,4 @@
-"""`peagle serve` refuses folders that cannot be used in one line, before it starts a process."""
+"""`peagle serve` refuses unknown names and bad folders in one line, before it starts a process."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from peagle.server import run as server_run
 from peagle.server.settings import ServerSettings
-from peagle.server.startup_checks import check_folders
+from peagle.server.startup_checks import check_sources
 from tests.support.command_line import run
 
 
@@ -27,6 +27,36 @@ def refusal(*args: object) -> str:
     return output
 
 
+BAD: dict[str, tuple[tuple[str, ...], str]] = {
+    "pair": (("nope",), "unknown pair 'nope': use one of"),
+    "folder": (("{root}/nope",), "unknown pair '{root}/nope'"),
+    "file": (("{root}/nope.gguf",), "there is no file {root}/nope.gguf"),
+    "home": (("~nobody-here/target",), "unknown pair"),
+    "pair for vLLM": (("nope", "--engine", "vllm"), "unknown pair 'nope'"),
+    "target": (("smollm2-135m", "--target", "nope"), "unknown pair 'nope'"),
+    "drafter": (("smollm2-135m", "--drafter", "/nope"), "no drafter in /nope: there is no such"),
+    "second drafter": (("smollm2-135m", "--drafter", "{root}, /nope"), "no drafter in /nope"),
+    "drafter's file": (("smollm2-135m", "--drafter", "{root}/file"), "it is a file"),
+    "drafter for vLLM": (
+        ("smollm2-135m", "--engine", "vllm", "--drafter", "/nope"),
+        "no drafter in /nope",
+    ),
+    "replay": (
+        ("smollm2-135m", "--learn", "{root}/learn", "--learn-replay", "{root}/nope"),
+        "there is no {root}/nope: give --learn-replay",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_unknown_names_and_folders(case: str, nothing_starts: None, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words, expected = BAD[case]
+    line = refusal(*(word.format(root=tmp_path) for word in words))
+    assert expected.format(root=tmp_path) in line
+    assert not (tmp_path / "learn").exists()
+
+
 def test_a_learn_folder_that_cannot_be_written(nothing_starts: None, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("/proc/nope", "/proc", tmp_path / "file", tmp_path / "file" / "learn"):
@@ -37,5 +67,5 @@ def test_a_learn_folder_that_cannot_be_written(nothing_starts: None, tmp_path: P
 def test_a_learn_folder_is_created(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "learn"
     for _ in range(2):
-        check_folders(ServerSettings(learn=str(folder)))
+        check_sources(ServerSettings(learn=str(folder)))
         assert folder.is_dir() and not list(folder.iterdir())

@@ -22,6 +22,7 @@ from peagle.drafter.formats.tensors import (
 from peagle.drafter.model import Drafter
 from peagle.errors import UserError
 from peagle.kernels.stored_matrix import Table, dense
+from peagle.paths import require_drafter_folder
 from peagle.target import Target, default_aux_layer_ids
 
 
@@ -72,9 +73,7 @@ def is_injective(ids: Tensor, vocab_size: int) -> bool:
 def read(folder: Path) -> Checkpoint:
     """Read a folder without checking its tensors: see `Checkpoint.problems`."""
     folder = Path(folder)
-    if not folder.is_dir():
-        reason = "it is a file, give its folder" if folder.exists() else "there is no such folder"
-        raise UserError(f"no drafter in {folder}: {reason}")
+    require_drafter_folder(folder)
     raw = read_json(folder / "config.json")
     tensors = read_tensors(folder)
     try:
