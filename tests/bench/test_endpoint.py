@@ -6,11 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from peagle.bench.load.endpoint import (
-    EndpointDown,
-    EndpointRunner,
-    endpoint_urls,
-)
+from peagle.bench.load.endpoint import EndpointRunner, endpoint_urls
 from peagle.bench.load.server_metrics import parse_metrics
 from peagle.bench.load.sse import read_events
 from peagle.errors import UserError
@@ -90,7 +86,7 @@ def test_a_server_that_is_not_there() -> None:
     with serving() as server:
         url = server.url
         there = endpoint(url)
-    with pytest.raises(EndpointDown, match="correct `endpoint`"):
+    with pytest.raises(UserError, match="correct `endpoint`"):
         endpoint(url)
     metrics = there.run(KEY, some_jobs(3), lambda: None).metrics()
     assert metrics.failed == 3

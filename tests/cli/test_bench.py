@@ -263,7 +263,7 @@ def test_an_endpoint_that_fails(tiny: Path, tmp_path: Path) -> None:
     assert "every request failed, the first with: HTTP 500" in output
     assert [cell["failed"] for cell in read_file(tmp_path)["cells"]] == [4, 4]
     assert "start the server, or correct --endpoint" in run(
-        "bench", "--endpoint", url, *args, code=1
+        "bench", "--endpoint", url, *args, code=2
     )
     with serving(failure="some 500") as server:
         run("bench", "--endpoint", server.url, *args[:-4], "--name", "s", "--repeats", 1)

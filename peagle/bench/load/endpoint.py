@@ -30,10 +30,6 @@ from peagle.results.request_record import RequestRecord
 from peagle.results.spec_counters import SpecCounters
 
 
-class EndpointDown(Exception):
-    """The server does not answer."""
-
-
 class EndpointRunner:
     def __init__(
         self,
@@ -64,7 +60,7 @@ class EndpointRunner:
             reply = httpx.get(self.models_url, headers=self.headers, timeout=CONNECT_TIMEOUT)
             return str(reply.json()["data"][0]["id"]) if reply.status_code == 200 else ""
         except httpx.TransportError as error:
-            raise EndpointDown(
+            raise UserError(
                 f"no answer from {self.models_url} ({describe_error(error)}):"
                 " start the server, or correct `endpoint`"
             ) from error

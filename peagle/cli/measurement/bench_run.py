@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from filelock import FileLock, Timeout
 
 from peagle.cli.application import err, warn
 from peagle.cli.measurement.bench_output import (
     follow_session,
-    print_error,
     print_line,
     progress_bar,
     show_result,
@@ -71,23 +69,19 @@ def prepare_native(
 def prepare_endpoint(
     command: "BenchCommand", url: str, model: str | None, api_key: str | None, pair: str | None
 ) -> PreparedBench:
-    from peagle.bench.load.endpoint import EndpointDown, EndpointRunner
+    from peagle.bench.load.endpoint import EndpointRunner
     from peagle.bench.prepare import endpoint_session
 
     tasks = command.read_tasks(warn)
     settings = command.settings
-    try:
-        runner = EndpointRunner(
-            url,
-            model,
-            api_key,
-            settings.temperature,
-            settings.warmup,
-            clients=settings.clients,
-        )
-    except EndpointDown as error:
-        print_error(str(error).replace("`endpoint`", "--endpoint"))
-        raise typer.Exit(1) from error
+    runner = EndpointRunner(
+        url,
+        model,
+        api_key,
+        settings.temperature,
+        settings.warmup,
+        clients=settings.clients,
+    )
     return PreparedBench(endpoint_session(command, tasks, runner, url, pair, warn), runner)
 
 
