@@ -46,6 +46,19 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no messages": (CHAT, {"messages": None}, "messages"),
     "empty messages": (CHAT, {"messages": []}, "messages"),
     "role missing": (CHAT, {"messages": [{"content": "w6"}]}, "role"),
+    "content missing": (CHAT, {"messages": [*HELLO, {"role": "user"}]}, "messages.1.content"),
+    "content null": (CHAT, {"messages": [{"role": "user", "content": None}]}, "give a text"),
+    "content of a result": (CHAT, {"messages": [{"role": "tool"}]}, "messages.0.content"),
+    "content of an answer": (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": []}]},
+        "messages.0.content",
+    ),
+    "calls of a user": (
+        CHAT,
+        {"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]},
+        "messages.0.content",
+    ),
     "image": (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -116,6 +129,14 @@ def test_bad_values_are_400() -> None:
             error = error_of(await client.post(path, json=base | {"max_tokens": 4} | body), 400)
             assert words in error["message"], (name, error)
             assert error["type"] == "invalid_request_error"
+
+    served(test)
+
+
+def test_tokenize_needs_the_content_of_messages() -> None:
+    async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
+        reply = await client.post("/tokenize", json={"messages": [{"role": "user"}]})
+        assert error_of(reply, 400)["param"] == "messages.0.content"
 
     served(test)
 

@@ -227,6 +227,12 @@ def check_error(reply: httpx.Response, status: int, error_type: str) -> str:
         ({**TEXT, "messages": []}, "messages"),
         ({**TEXT, "messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({**TEXT, "messages": [*USER, {"role": "assistant", "content": "{"}]}, "last one"),
+        ({**TEXT, "messages": [{"role": "user"}]}, "messages.0.content"),
+        (
+            {**TEXT, "messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text is missing",
+        ),
+        ({**TEXT, "system": [{"type": "text"}]}, "system.0.text is missing"),
         ({**TEXT, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
         ({**TEXT, "messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use"),
         (

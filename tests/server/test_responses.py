@@ -364,6 +364,12 @@ def test_a_key_does_not_displace_the_responses_of_others(tmp_path: Path, shared:
         ({"input": []}, "input"),
         ({"input": 7}, "input"),
         ({"input": [{"role": "judge", "content": "x"}]}, "role"),
+        ({"input": [{"role": "user"}]}, "input.0.content: is missing"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input.0.content.0.text: is missing",
+        ),
+        ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input.0.output"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text only"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "call_id"),

@@ -37,7 +37,7 @@ def add_message(conversation: Conversation, message: MessageParam, field: str) -
 
     for index, block in enumerate(message.content):
         if block.type == "text":
-            texts.append(block.text or "")
+            texts.append(text_in(block, f"{field}.content.{index}"))
         else:
             add_texts()
             add_block(conversation, block, message.role, f"{field}.content.{index}")
@@ -73,7 +73,14 @@ def text_of(content: str | list[TextPart], field: str) -> str:
             raise ApiError(
                 400, f"{field}: content of type {part.type!r} is not supported: use text only"
             )
-    return "\n".join(part.text or "" for part in content)
+    return "\n".join(text_in(part, f"{field}.{index}") for index, part in enumerate(content))
+
+
+def text_in(part: ContentBlock | TextPart, field: str) -> str:
+    """The text of a part of type text, which may be empty."""
+    if part.text is None:
+        raise ApiError(400, f"{field}.text is missing")
+    return part.text
 
 
 def require(value: str | None, field: str) -> str:

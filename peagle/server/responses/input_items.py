@@ -29,7 +29,7 @@ def add_item(conversation: Conversation, item: InputItem, field: str) -> None:
         conversation.add_tool_result(call_id, text_of(item.output, f"{field}.output"))
     elif item.type == "reasoning":
         # A summary stands for a content that is encrypted, which only its own server can read.
-        parts = item.content or item.summary
+        parts = item.content or item.summary or ""
         conversation.add_reasoning(text_of(parts, f"{field}.content"))
     else:
         raise refuse(
@@ -40,11 +40,15 @@ def add_item(conversation: Conversation, item: InputItem, field: str) -> None:
 
 
 def text_of(content: str | list[InputPart] | None, field: str) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    for part in content:
+    if content is None:
+        raise refuse(field, "is missing")
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
         if part.type not in TEXT_TYPES:
             raise refuse(field, f"content of type {part.type!r} is not supported: use text only")
+        if part.text is None and part.type != "refusal":  # Whose text has another name.
+            raise refuse(f"{field}.{index}.text", "is missing")
     return "\n".join(part.text or "" for part in content)
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from peagle.server.http.errors import ApiError
 from peagle.server.http.schema.base import MAX_INT
 from peagle.server.http.schema.generation_request import MAX_TOP_LOGPROBS, GenerationRequest
-from peagle.server.http.schema.message import Messages
+from peagle.server.http.schema.message import Messages, check_contents
 from peagle.server.http.schema.tool_fields import ToolChoiceField, ToolField, Tools, check_tools
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -69,6 +69,7 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
+        check_contents(self.messages)
         check_tools(self.tools or [], self.tool_choice)
 
 

@@ -1,6 +1,7 @@
 """Message: one message of a conversation, with its tool calls or as the result of one."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, StringConstraints
@@ -109,8 +110,26 @@ class Message(RequestModel):
         calls = sum(call.characters for call in self.tool_calls or ())
         return len(self.text) + len(reasoning) + calls
 
+    @property
+    def lacks_content(self) -> bool:
+        """Whether there is neither a content nor what an assistant called or thought instead."""
+        instead = self.tool_calls or self.reasoning_content or self.reasoning
+        return self.content is None and not (self.role == "assistant" and instead)
+
 
 Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def check_contents(messages: Sequence[Message]) -> None:
+    for index, message in enumerate(messages):
+        if message.lacks_content:
+            field = f"messages.{index}.content"
+            raise ApiError(
+                400,
+                f"{field} is missing: give a text; only an assistant's message with tool_calls or"
+                " reasoning may have none",
+                field,
+            )
 
 
 def parse_arguments(arguments: str | dict[str, Any] | None) -> Any:

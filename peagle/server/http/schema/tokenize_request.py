@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from peagle.server.http.schema.base import Items, Name, RequestModel, TokenId
-from peagle.server.http.schema.message import Messages
+from peagle.server.http.schema.message import Messages, check_contents
 from peagle.server.http.schema.tool_fields import Tools, check_tools
 
 MAX_DETOKENIZE_IDS = 1 << 20
@@ -21,6 +21,7 @@ class TokenizeRequest(RequestModel):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
+        check_contents(self.messages or [])
         check_tools(self.tools or [], None)
 
 
