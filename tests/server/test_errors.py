@@ -49,11 +49,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "content missing": (CHAT, {"messages": [*HELLO, {"role": "user"}]}, "messages.1.content"),
     "content null": (CHAT, {"messages": [{"role": "user", "content": None}]}, "give a text"),
     "content of a result": (CHAT, {"messages": [{"role": "tool"}]}, "messages.0.content"),
-    "content of an answer": (
-        CHAT,
-        {"messages": [{"role": "assistant", "tool_calls": []}]},
-        "messages.0.content",
-    ),
     "calls of a user": (
         CHAT,
         {"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]},

@@ -112,9 +112,11 @@ class Message(RequestModel):
 
     @property
     def lacks_content(self) -> bool:
-        """Whether there is neither a content nor what an assistant called or thought instead."""
-        instead = self.tool_calls or self.reasoning_content or self.reasoning
-        return self.content is None and not (self.role == "assistant" and instead)
+        """An assistant may have called tools instead, or thought until its answer was cut.
+
+        Agents return such answers, often without the thoughts.
+        """
+        return self.content is None and self.role != "assistant"
 
 
 Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -126,8 +128,7 @@ def check_contents(messages: Sequence[Message]) -> None:
             field = f"messages.{index}.content"
             raise ApiError(
                 400,
-                f"{field} is missing: give a text; only an assistant's message with tool_calls or"
-                " reasoning may have none",
+                f"{field} is missing: give a text; only messages of an assistant may have none",
                 field,
             )
 
