@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.core import Generation, Method, Sampling, Step, check_k, parse_method
 from peagle.data.bench import TURN_SEEDS, Task
+from peagle.data.long_prompts import prompt_messages
 from peagle.data.records import Report, ignore
 from peagle.draft_shape import check_tree_nodes
 from peagle.errors import UserError
@@ -153,6 +154,7 @@ def evaluate(
     """Decode every set at every temperature and K; `report` gets a line for each skipped turn."""
     # A drafter that cannot be loaded is an error before anything is decoded.
     trained = settings.method == "ngram" or loaded.drafter(settings.method).config.trained
+    require_fitting_prompts(loaded, sets)
     results = [
         measure(loaded, name, tasks, k, temperature, settings, report, advance)
         for name, tasks in sets.items()
@@ -167,6 +169,21 @@ def evaluate(
         settings=settings,
         results=tuple(results),
     )
+
+
+def require_fitting_prompts(loaded: "LoadedPair", sets: Mapping[str, list[Task]]) -> None:
+    """Refuse a set without any prompt that fits the context: nothing would be measured."""
+    for name, tasks in sets.items():
+        if not any(fits_context(loaded, loaded.encode(prompt_messages(task))) for task in tasks):
+            raise UserError(
+                f"no prompt of {name} fits the context of {loaded.target.context} tokens:"
+                " give a set with shorter prompts, or load the pair with a longer context"
+            )
+
+
+def fits_context(loaded: "LoadedPair", ids: list[int]) -> bool:
+    """Whether a drafted token has room behind the prompt and the first token of the answer."""
+    return len(ids) + 1 < loaded.target.context
 
 
 def measure(
@@ -218,7 +235,7 @@ def answer(
     for turn in task.turns:
         messages.append({"role": "user", "content": turn})
         ids = loaded.encode(messages)
-        if len(ids) + 1 >= loaded.target.context:  # There is no room for a drafted token.
+        if not fits_context(loaded, ids):
             break
         generation = loaded.generate(
             ids,

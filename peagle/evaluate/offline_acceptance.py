@@ -16,7 +16,14 @@ from peagle.data.records import ignore
 from peagle.draft_shape import DraftShape
 from peagle.drafter import Drafter
 from peagle.errors import UserError
-from peagle.evaluate.evaluate import Advance, EvaluateSettings, Evaluation, SetResult, summarize
+from peagle.evaluate.evaluate import (
+    Advance,
+    EvaluateSettings,
+    Evaluation,
+    SetResult,
+    require_fitting_prompts,
+    summarize,
+)
 from peagle.target import Target
 from peagle.train.data.chains import MAX_DEPTHS
 from peagle.train.data.documents import Documents
@@ -46,6 +53,7 @@ def offline_acceptance(
         raise UserError(
             f"`jump` drafts at most {MAX_DEPTHS} tokens: use a smaller `k`, or leave it out"
         )
+    require_fitting_prompts(loaded, sets)
     answers: dict[tuple[str, float], tuple[Documents, int]] = {}
     for name, tasks in sets.items():
         for temperature in settings.temperatures:

@@ -166,6 +166,19 @@ def test_what_does_not_fit_the_context_is_skipped(loaded: LoadedPair) -> None:
     assert ["task long: turn 1" in lines[0], "task half: turn 2" in lines[1]] == [True, True]
 
 
+@pytest.mark.parametrize("more", [[], ["--jump"]])
+def test_a_set_of_which_no_prompt_fits_is_an_error(tiny: Path, data: Path, more: list[str]) -> None:
+    long = {"id": 0, "turns": ["w7 " * 300]}
+    (data / "long.jsonl").write_text(json.dumps(long) + "\n")
+    told = command(tiny, data, "--set", f"gsm8k,{data / 'long.jsonl'}", *more, code=2)
+    assert "no prompt of long fits the context of 256 tokens: give a set with shorter" in told
+    assert told.strip().count("\n") == 0
+    with (data / "long.jsonl").open("a") as file:
+        file.write(json.dumps({"id": 1, "turns": ["w7 w8"]}) + "\n")
+    found = json.loads(command(tiny, data, "--set", data / "long.jsonl", "--json", *more))
+    assert [(result["tasks"], result["skipped"]) for result in found["results"]] == [(2, 1)]
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
