@@ -1,11 +1,14 @@
 """EngineConfig: every choice of an engine, in one place."""
 
+import math
 from dataclasses import dataclass
 
 from peagle.draft_shape import check_window
 from peagle.errors import UserError
 
 PAGE_SIZE = 64
+MINIMUMS = {"max_batch": 1, "max_queue": 1, "page_size": 1}
+OPTIONAL_MINIMUMS = {"tree": 0, "context": 2, "kv_tokens": 1, "prefill_chunk": 1}  # or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +55,17 @@ class EngineConfig:
         if self.k != "auto" and not (isinstance(self.k, int) and self.k >= 1):
             raise UserError(f"K is {self.k!r}: set `k` to a number of at least 1, or to auto")
         check_window(self.drafter_window or None, "drafter_window")
+        for name, minimum in MINIMUMS.items():
+            self._check_count(name, minimum, "")
+        for name, minimum in OPTIONAL_MINIMUMS.items():
+            if getattr(self, name) is not None:
+                self._check_count(name, minimum, ", or leave it out")
+        if not 0 <= self.reserved_gib < math.inf:
+            raise UserError(f"`reserved_gib` is {self.reserved_gib}: use 0 or more GiB")
+
+    def _check_count(self, name: str, minimum: int, alternative: str) -> None:
+        count = getattr(self, name)
+        if not isinstance(count, int) or count < minimum:
+            raise UserError(
+                f"`{name}` is {count!r}: use a whole number of at least {minimum}{alternative}"
+            )

@@ -111,6 +111,7 @@ class ServerSettings:
             f"`kv_tokens` must be {MIN_KV_TOKENS} or more",
         )
         require(self.context is None or self.context >= 2, "`context` must be 2 or more")
+        require(self.chunk is None or self.chunk >= 1, "`chunk` must be 1 or more")
         require(
             1 <= self.http_workers <= MAX_PROCESSES,
             f"`http_workers` must be in 1..{MAX_PROCESSES}",

@@ -368,6 +368,7 @@ MISTAKES = {
     "port": {"port": 70000},
     "batch": {"max_batch": 0},
     "queue": {"max_queue": 0},
+    "chunk": {"chunk": 0},
     "key": {"api_keys": ("",)},
     "timeout": {"timeout": float("nan")},
     "body": {"max_body_mb": 0},
