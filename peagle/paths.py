@@ -14,6 +14,7 @@ from peagle.errors import UserError
 STORED_FILE = "model.gguf"  # the GGUF file in a target's folder, beside its safetensors
 TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "curves.png")
+DRAFTER_KEY = "draft_vocab_size"  # in the config.json of a drafter, in every format
 
 
 def cache_home() -> Path:
@@ -48,7 +49,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The absolute path, if a checkpoint may be written there: other files must not be in it."""
+    """The absolute path, if a checkpoint may be written there: it is new, empty, or a drafter."""
     path = path.expanduser().resolve()
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file: give a folder")
@@ -58,6 +59,8 @@ def checkpoint_folder(path: Path) -> Path:
             f"{path} has {foreign[0]!r}, which is not part of a drafter:"
             " give a new or an empty folder"
         )
+    if names and not holds_drafter(path):
+        raise UserError(f"{path} has other files: give a new or an empty folder")
     return path
 
 
@@ -66,6 +69,15 @@ def require_drafter_folder(path: Path) -> None:
     if not path.is_dir():
         reason = "it is a file, give its folder" if path.exists() else "there is no such folder"
         raise UserError(f"no drafter in {path}: {reason}")
+
+
+def holds_drafter(folder: Path) -> bool:
+    """Whether config.json in `folder` is that of a drafter, and not of any other model."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and DRAFTER_KEY in config
 
 
 @contextmanager

@@ -137,6 +137,23 @@ def test_export_and_check(tiny: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("to", ["vllm", "speculators", "peagle"])
+def test_export_replaces_only_drafters(tiny: Path, tmp_path: Path, to: str) -> None:
+    args = ("export", tiny / "p-eagle", tmp_path, "--to", to)
+    for earlier in ("vllm", "speculators", "peagle"):
+        run("export", tiny / "p-eagle", tmp_path, "--to", earlier)
+        run(*args)
+    target_config = (tiny / "target" / "config.json").read_text()
+    for config in ("{}", "[]", "not JSON", target_config):
+        (tmp_path / "config.json").write_text(config)
+        told = run(*args, code=2)
+        assert told == f"error: {tmp_path} has other files: give a new or an empty folder\n"
+        assert (tmp_path / "config.json").read_text() == config
+    (tmp_path / "config.json").unlink()
+    assert "has other files" in run(*args, code=2)
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 def test_export_of_few_bits(tiny: Path, tmp_path: Path) -> None:
     sizes = {}
     for bits in (8, 4):
