@@ -21,6 +21,7 @@ def doc(default: Any, text: str) -> Any:
 
 
 LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length", "dpace", "tree")
+DEFAULT_EVAL_K = 7
 SCHEDULES = ("cosine", "linear", "constant")
 # Keys of what a plain drafter does not have; only p-eagle drafters do.
 P_EAGLE_KEYS = (
@@ -173,7 +174,9 @@ class TrainConfig:
     log_every: int = doc(20, "steps")
     save_every: int = doc(500, "steps")
     eval_every: int = doc(500, "steps; 0: at the end only")
-    eval_k: int = doc(7, "K of the acceptance length that is logged")
+    eval_k: int = doc(
+        0, f"K of the acceptance length that is logged; 0: {DEFAULT_EVAL_K}, or k if k is less"
+    )
 
     def __post_init__(self) -> None:
         for name, (valid, expected) in self._rules().items():
@@ -183,15 +186,15 @@ class TrainConfig:
 
     def _rules(self) -> dict[str, tuple[bool, str]]:
         """Whether the value of each key is valid, and what is expected."""
-        depth_keys = ("k", "eval_k")
         count_keys = ("packs_per_step", "segments", "log_every")
         positive_keys = ("lr", "epochs", "depth_weight")
         return {
             "method": (self.method in ("p-eagle", "eagle3"), "p-eagle or eagle3"),
-            **{
-                name: (1 <= getattr(self, name) <= MAX_DEPTHS, f"in 1..{MAX_DEPTHS}")
-                for name in depth_keys
-            },
+            "k": (1 <= self.k <= MAX_DEPTHS, f"in 1..{MAX_DEPTHS}"),
+            "eval_k": (
+                0 <= self.eval_k <= MAX_DEPTHS,
+                f"in 1..{MAX_DEPTHS}, or 0 for the default",
+            ),
             "layers": (self.layers >= 0, "1 or more, or 0 for the default"),
             "sliding_window": (
                 self.sliding_window in (0, -1) or self.sliding_window >= MIN_WINDOW,
@@ -262,6 +265,11 @@ class TrainConfig:
     @property
     def num_layers(self) -> int:
         return self.layers or (4 if self.method == "p-eagle" else 1)
+
+    @property
+    def logged_k(self) -> int:
+        """K of the acceptance length that is logged: by default, no deeper than the training."""
+        return self.eval_k or min(DEFAULT_EVAL_K, self.k)
 
     @property
     def window(self) -> int | None:

@@ -53,7 +53,7 @@ def publish(
             reliability = calibrate_drafter(run, new_passes(run, stored))
             drafter.config = replace(drafter.config, calibration=stored.config.calibration)
             compact.save(drafter, staging, run.target, torch.bfloat16, row_format)
-        rows |= {f"acceptance length, K={run.config.eval_k}": length}
+        rows |= {f"acceptance length, K={run.config.logged_k}": length}
         if reliability is not None:
             rows |= reliability.card_rows()
             draw_reliability(reliability, staging / "calibration.png")

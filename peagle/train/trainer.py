@@ -294,12 +294,12 @@ class Trainer:
         with in_use:  # Not compiled: compiling for these shapes takes longer than evaluating.
             steps = self.held_out_steps(DrafterPasses(self.drafter, self.passes.dtype))
         self.drafter.train()
-        journal.log_evaluation(self.step, self.config.eval_k, acceptance_length(steps), steps)
+        journal.log_evaluation(self.step, self.config.logged_k, acceptance_length(steps), steps)
 
     def held_out_steps(self, passes: DrafterPasses) -> list[Step]:
         """The steps of decoding the held-out answers with the drafter of these passes."""
         replay = self.replay(passes)
-        k = self.config.eval_k
+        k = self.config.logged_k
         return replay.chain_steps(self.data.held_out, [k])[k]
 
     def replay(self, passes: DrafterPasses) -> DraftReplay:

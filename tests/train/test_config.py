@@ -138,7 +138,8 @@ WRONG_VALUES = [
     {"lr": float("nan")},
     {"epochs": -1.0},
     {"depth_weight": 0.0},
-    {"eval_k": 0},
+    {"eval_k": -1},
+    {"eval_k": 65},
     {"seed": -1},
     {"steps": -1},
     {"held_out": -1},
@@ -180,6 +181,11 @@ def test_no_file_and_a_folder(tmp_path):
         read_config(tmp_path)
     with pytest.raises(UserError, match="cannot read"):
         read_config(written(tmp_path / "a.toml", "k = \n"))
+
+
+def test_the_logged_k_is_at_most_k_unless_it_is_given():
+    assert [read_config(None, {"k": k}).logged_k for k in ("4", "7", "10")] == [4, 7, 7]
+    assert read_config(None, {"k": "4", "eval_k": "6"}).logged_k == 6
 
 
 LONG = ", ".join(f"a folder/with words {i}: and # signs" for i in range(12))

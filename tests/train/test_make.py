@@ -147,6 +147,12 @@ def test_the_sliding_window(
     assert (config.sliding_window == 0) == (changes == ["init=earlier"])
 
 
+@pytest.mark.parametrize(("changes", "expected"), [([], 7), (["k=4"], 4), (["k=4", "eval_k=6"], 6)])
+def test_the_measured_k(folder: Path, changes: list[str], expected: int) -> None:
+    config, _ = choose_config(str(folder / "target"), "p-eagle", folder, 2.0, "cpu", 0, changes)
+    assert config.logged_k == expected
+
+
 def test_a_wrong_drafter_is_reported_before_the_answers(folder: Path, tmp_path: Path) -> None:
     words = ["make-drafter", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
     done = CliRunner().invoke(

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from peagle.errors import UserError
+from peagle.train.config import TrainConfig
 from peagle.train.journal import Journal
 from peagle.train.records import EvaluationRecord, StepRecord
-from peagle.train.state import list_states
+from peagle.train.state import RunState, check_same_run, list_states
 from tests.support.training import config_in, start, train
 
 
@@ -24,6 +25,11 @@ def test_two_states_are_kept(tmp_path):
         "step-00000006.pt",
         "step-00000008.pt",
     ]
+
+
+def test_a_state_from_before_eval_k_had_a_default_of_0_resumes():
+    stored = asdict(TrainConfig(k=4, eval_k=7))
+    check_same_run(RunState(3, stored, "digest", 1.0, 9), TrainConfig(k=4), "digest", Path("out"))
 
 
 @pytest.mark.parametrize("torn", [b"", b"no state at all", None])

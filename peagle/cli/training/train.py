@@ -92,7 +92,7 @@ def publish_run(run: "TrainRun", command: str) -> Path:
     if length is None:
         print(f"{folder}: no answers were held out to measure it")
     else:
-        print(f"{folder}: acceptance length {length:.2f}, held-out, K={run.config.eval_k}")
+        print(f"{folder}: acceptance length {length:.2f}, held-out, K={run.config.logged_k}")
     return folder
 
 
