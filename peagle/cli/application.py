@@ -3,8 +3,10 @@
 Every command has its own file. Only commands that need torch import it.
 """
 
+import errno
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ from typer.core import TyperGroup
 
 from peagle import __version__
 from peagle.errors import UserError
+from peagle.paths import cache_home
 
 COMMAND_ORDER = (
     *("catalog", "pairs", "pull"),
@@ -24,6 +27,12 @@ COMMAND_ORDER = (
 )
 
 INVOKED_COMMAND = "peagle.invoked_command"  # key in the meta dictionary of the click context
+
+# Where a folder cannot be written. Input files that do not exist are errors of their readers.
+FOLDER_ERRORS = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC),
+)
 
 out = Console()
 err = Console(stderr=True)
@@ -76,12 +85,23 @@ class Commands(CommandGroup):
         except BrokenPipeError:
             raise
         except (UserError, OSError) as error:  # OSError: a full disk, a read-only folder
-            message = name_options(str(error), ctx.meta.get(INVOKED_COMMAND))
+            text = name_folder(error) if isinstance(error, OSError) else str(error)
+            message = name_options(text, ctx.meta.get(INVOKED_COMMAND))
             err.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
             err.print("\ninterrupted")
             raise typer.Exit(130) from None
+
+
+def name_folder(error: OSError) -> str:
+    """What the system refused, and the fix if that is another folder."""
+    if error.errno not in FOLDER_ERRORS or not error.filename:
+        return str(error)
+    path, home = Path(str(error.filename)), cache_home()
+    is_cache = path.is_relative_to(home) or home.is_relative_to(path)
+    choose = "set PEAGLE_HOME to" if is_cache else "choose"
+    return f"cannot use {path} ({error.strerror}): {choose} another folder that can be written"
 
 
 def name_options(message: str, command: Any) -> str:

@@ -1,5 +1,7 @@
 """Messages of the library name arguments; the command line names options."""
 
+import errno
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -7,7 +9,7 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from peagle.cli.application import CommandGroup, Commands, name_options
+from peagle.cli.application import CommandGroup, Commands, name_folder, name_options
 from peagle.errors import UserError
 
 single = typer.Typer()
@@ -55,6 +57,34 @@ def test_errors_of_a_command_name_its_options() -> None:
     result = CliRunner().invoke(app, ["serve"])
     assert result.exit_code == 2
     assert result.stderr == "error: raise --kv-tokens\n"
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = typer.Typer(cls=Commands)
+
+    @app.callback()
+    def main() -> None: ...
+
+    @app.command("write")
+    def write(folder: Path) -> None:
+        folder.mkdir()
+
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "x"
+    result = CliRunner().invoke(app, ["write", str(folder)])
+    fix = "another folder that can be written"
+    assert result.exit_code == 2
+    assert result.stderr == f"error: cannot use {folder} (Not a directory): choose {fix}\n"
+    monkeypatch.setenv("PEAGLE_HOME", str(folder))
+    result = CliRunner().invoke(app, ["write", str(folder / "targets")])
+    assert result.stderr.endswith(f"(Not a directory): set PEAGLE_HOME to {fix}\n")
+
+
+def test_other_errors_of_the_system_stay() -> None:
+    for error in (OSError(errno.EMFILE, "Too many open files", "x"), OSError("cannot write x")):
+        assert name_folder(error) == str(error)
 
 
 def test_errors_in_a_nested_group_name_the_options_of_the_invoked_command() -> None:
