@@ -86,6 +86,8 @@ def parse_result(path: Path, fix: str) -> BenchResult:
     """A result file, with or without cells. `fix` ends the error for a file that is none."""
     try:
         raw = printable(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise UserError(f"there is no file {path}: {fix}") from error
     except RecursionError as error:
         raise UserError(f"{path.name} is not JSON (nested too deeply): {fix}") from error
     except (OSError, ValueError) as error:

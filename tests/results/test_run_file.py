@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from peagle.errors import UserError
 from peagle.results.cell import BenchCell
 from peagle.results.cell_run import CellRun
 from peagle.results.json_values import as_counts, as_float, as_floats, as_int
@@ -74,6 +75,15 @@ def test_an_unfinished_run_is_written_as_it_was_read(tmp_path: Path) -> None:
     assert content["runs"][0]["exact_mode"] == content["cells"][0]["exact_mode"] == "batched"
     result = BenchResult.from_json(tmp_path / "r.json", content)
     assert json.dumps(result.to_json(), indent=2) + "\n" == text
+
+
+def test_a_missing_file_and_one_that_is_not_json(tmp_path: Path) -> None:
+    path = tmp_path / "nope.json"
+    with pytest.raises(UserError, match=f"^there is no file {path}: give a file that `peagle ben"):
+        read_result(path)
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"^nope\.json is not JSON \("):
+        read_result(path)
 
 
 def test_values_of_files_edited_by_hand() -> None:
