@@ -22,6 +22,7 @@ def doc(default: Any, text: str) -> Any:
 
 LOSSES = ("kl", "ce", "mix", "tv", "tvmix", "lk", "length", "dpace", "tree")
 DEFAULT_EVAL_K = 7
+SEE_KEYS = " See `peagle train --print-config`."
 SCHEDULES = ("cosine", "linear", "constant")
 # Keys of what a plain drafter does not have; only p-eagle drafters do.
 P_EAGLE_KEYS = (
@@ -286,7 +287,7 @@ def read_config(path: Path | None, overrides: dict[str, Any] | None = None) -> T
     typed = {}
     for key, value in (values | (overrides or {})).items():
         if key not in known:
-            hint = did_you_mean(str(key), list(known))
+            hint = did_you_mean(str(key), list(known)) or SEE_KEYS
             raise UserError(f"unknown key {key!r} in {path or 'the options'}.{hint}")
         typed[key] = _convert(key, value, known[key].default)
     return TrainConfig(**typed)

@@ -87,6 +87,8 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
         read_config(path)
     with pytest.raises(UserError, match=r"unknown key 'pack_token' in the options.*'pack_tokens'"):
         read_config(None, {"pack_token": "4096"})
+    with pytest.raises(UserError, match=r"unknown key 'foo' in the options\. See .*--print-co"):
+        read_config(None, {"foo": "1"})
 
 
 WRONG_TYPES = [
