@@ -107,11 +107,17 @@ def name_folder(error: OSError) -> str:
 def name_options(message: str, command: Any) -> str:
     """Replace the arguments of the library in a message by the options of `command`.
 
-    A name in backticks that is not an option of the command stays. Example, for `peagle serve`:
-    "lower `kv_tokens`" -> "lower --kv-tokens".
+    A name in backticks that is not an option of the command stays. An option may take several
+    values, as --methods of `peagle bench` does. Example, for `peagle serve`: "lower `kv_tokens`"
+    -> "lower --kv-tokens".
     """
     options = option_names(command)
-    return re.sub(r"`(\w+)`", lambda match: options.get(match[1], match[0]), message)
+
+    def option(match: re.Match[str]) -> str:
+        name = match[1]
+        return options.get(name) or options.get(f"{name}s") or match[0]
+
+    return re.sub(r"`(\w+)`", option, message)
 
 
 def option_names(command: Any) -> dict[str, str]:

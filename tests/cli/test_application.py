@@ -36,6 +36,15 @@ def test_name_options(message: str, expected: str) -> None:
     assert name_options(message, get_command(single)) == expected
 
 
+def test_name_options_that_take_several_values() -> None:
+    bench = typer.Typer()
+
+    @bench.command()
+    def methods(methods: Annotated[str, typer.Option("--methods")] = "") -> None: ...
+
+    assert name_options("use `method` none", get_command(bench)) == "use --methods none"
+
+
 def test_name_options_of_a_group_are_those_of_its_commands() -> None:
     group = typer.Typer()
     group.command("serve")(serve)

@@ -275,7 +275,7 @@ MISTAKES = {
     "unknown set": (["--set", "humanevel"], "Did you mean 'humaneval'"),
     "no such file": (["--set", "mine.jsonl"], "no file mine.jsonl"),
     "bad K": (["-k", "3,x"], "write it like -k 3,5,7,11"),
-    "K below 1": (["-k", "0"], "at least one token"),
+    "K below 1": (["-k", "0"], "or --methods none"),
     "bad trees": (["--tree", "0,x"], "write it like --tree 32"),
     "trees of the default K": (["--tree", "11"], "is a chain"),
     "trees of eagle3": (["--methods", "none,eagle3", "--tree", "16"], "needs a p-eagle drafter"),
