@@ -72,6 +72,11 @@ def require_file(path: Path) -> None:
         raise UserError(f"there is no file {path}: give the path of a .gguf file")
 
 
+def is_path(name: str) -> bool:
+    """Whether `name` can only be a path: a relative one may look like a hub id or a name."""
+    return name.startswith(("/", "./", "../", "~"))
+
+
 def find_pair(name: str) -> Pair:
     """Find a pair by its name or the hub id of its target.
 
@@ -91,6 +96,8 @@ def find_pair(name: str) -> Pair:
     require_file(folder)  # before hub ids, which may look the same
     if HUB_ID.fullmatch(name) and not Path(name).exists():
         return Pair(name.replace("/", "--"), TargetSource(order=("hub",), hub=name), drafters={})
+    if is_path(name) and not os.path.exists(folder):
+        raise UserError(f"there is no folder {folder}: give one that exists, or a pair's name")
     names = pair_names()
     raise UserError(
         f"unknown pair {name!r}: use one of {', '.join(names)}, a hub id OWNER/NAME, or the path"

@@ -335,6 +335,8 @@ def test_a_target_of_the_hub_alone() -> None:
     )
     assert not pair.drafters
     assert find_pair("HuggingFaceTB/SmolLM2-135M-Instruct").name == "smollm2-135m"
-    for path in ("./model", "../model", "a/b/c", "/model"):
-        with pytest.raises(UserError, match="unknown pair"):
+    for path in ("./model", "../model", "~/no/model", "/model"):
+        with pytest.raises(UserError, match=r"there is no folder .*model: give one that exists"):
             find_pair(path)
+    with pytest.raises(UserError, match="unknown pair"):
+        find_pair("a/b/c")

@@ -210,7 +210,8 @@ MISTAKES = {
     ),
     "bad dtype": (["generate", "{target}", "w1", "--dtype", "int7"], "unknown dtype"),
     "bad device": (["generate", "{target}", "w1", "--device", "tpu9"], "cannot be used here"),
-    "export of nothing": (["export", "{root}/nothing", "{root}/out"], "unknown pair"),
+    "export of nothing": (["export", "{root}/nothing", "{root}/out"], "there is no folder"),
+    "export of an unknown pair": (["export", "nothing", "{root}/out"], "unknown pair"),
     "export over a file": (["export", "{root}/p-eagle", "{root}/p-eagle/config.json"], "is a file"),
     "export over someone's work": (["export", "{root}/p-eagle", "{root}"], "not part of a drafter"),
     "export with K below 1": (
