@@ -29,9 +29,9 @@ def refusal(*args: object) -> str:
 
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "pair": (("nope",), "unknown pair 'nope': use one of"),
-    "folder": (("{root}/nope",), "unknown pair '{root}/nope'"),
+    "folder": (("{root}/nope",), "there is no folder {root}/nope"),
     "file": (("{root}/nope.gguf",), "there is no file {root}/nope.gguf"),
-    "home": (("~nobody-here/target",), "unknown pair"),
+    "home": (("~nobody-here/target",), "there is no folder ~nobody-here/target"),
     "pair for vLLM": (("nope", "--engine", "vllm"), "unknown pair 'nope'"),
     "target": (("smollm2-135m", "--target", "nope"), "unknown pair 'nope'"),
     "drafter": (("smollm2-135m", "--drafter", "/nope"), "no drafter in /nope: there is no such"),
