@@ -169,8 +169,13 @@ class Generation:
     @property
     def acceptance_length(self) -> float:
         """1 + accepted / drafts, with the bonus token: at most K + 1; 1.0 without drafts."""
-        drafts = sum(step.drafted > 0 for step in self.steps)
+        drafts = self.steps_with_drafts
         return 1 + sum(step.accepted for step in self.steps) / drafts if drafts else 1.0
+
+    @property
+    def steps_with_drafts(self) -> int:
+        """The number of steps that verified drafts; adaptive drafting has others, too."""
+        return sum(step.drafted > 0 for step in self.steps)
 
     @property
     def accepted_per_position(self) -> list[float]:
@@ -206,7 +211,7 @@ class Generation:
             "steps": len(self.steps),
             "acceptance_length": round(self.acceptance_length, 4),
             "accepted_per_position": [round(x, 4) for x in self.accepted_per_position],
-            "num_drafts": sum(step.drafted > 0 for step in self.steps),
+            "num_drafts": self.steps_with_drafts,
             "num_draft_tokens": sum(step.drafted for step in self.steps),
             "num_accepted_tokens": sum(step.accepted for step in self.steps),
             "tokens_per_second": round(self.tokens_per_second, 2),

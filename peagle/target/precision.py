@@ -95,6 +95,7 @@ def measured_choice(
     stored: dict[str, Any] = {}
     try:
         stored |= json.loads(path.read_text())
+        # Times of an idle machine are preferred, also under load.
         times = read_times(stored.get(key.removesuffix(UNDER_LOAD)) or stored[key])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         times = measure(shapes, stored_format)

@@ -115,7 +115,7 @@ def print_statistics(answer: Generation) -> None:
     """End the line of the answer, and print its statistics to stderr."""
     print()
     exact = ", exact" if answer.exact else ""
-    drafted = sum(step.drafted > 0 for step in answer.steps)
+    drafted = answer.steps_with_drafts
     drafts = f" ({drafted} with drafts)" if 0 < drafted < len(answer.steps) else ""
     err.print(
         f"[dim]{answer.method} {answer.shape_text}:"

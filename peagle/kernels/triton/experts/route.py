@@ -383,10 +383,9 @@ def _launch(
     block_t = 1 if rows <= BLOCK_ROWS else BLOCK_ROWS
     blocks = triton.cdiv(rows, block_t)
     parts = triton.cdiv(num_experts, BLOCK_EXPERTS)
-    # Few rows: every program has one block of inputs.
-    splits = triton.cdiv(inputs, BLOCK_INPUTS)
-    if block_t > 1:
-        splits = num_splits(blocks * parts, inputs)
+    # A program of one row reads one block of inputs, whatever the number of programs.
+    one_block = triton.cdiv(inputs, BLOCK_INPUTS)
+    splits = one_block if block_t == 1 else num_splits(blocks * parts, inputs)
     assert x.stride(1) == 1 and weight.is_contiguous() and len(routing.counts) == num_experts + 1
     assert routing.counts.is_contiguous() and len(arrived) >= blocks
     _route_kernel[(blocks, parts, splits)](
