@@ -111,7 +111,9 @@ def test_it_goes_on_where_it_was_stopped(
         return whole(self, key, jobs, on_request)
 
     monkeypatch.setattr(NativeRunner, "run", counted)
-    assert "the same command resumes the run" in bench(tiny, *args, code=130).replace("\n", " ")
+    stopped = bench(tiny, *args, code=130)
+    assert "4/4 talk none c=2, run 2 of 2" in stopped  # No bar where there is no terminal.
+    assert "the same command resumes the run" in stopped
     assert sorted(cell["repeats"] for cell in read_file(tmp_path)["cells"]) == [1, 2]
     runs.clear()
     bench(tiny, *args)

@@ -50,12 +50,18 @@ def progress_bar() -> Progress:
 
 
 def follow_session(session: "Session", bar: Progress) -> None:
-    """Show the progress of a session in a bar, and its failures."""
+    """Show the progress of a session in a bar, or in lines off a terminal, and its failures."""
     from peagle.bench.session import SessionCallbacks
 
     task = bar.add_task("starting", total=session.max_requests(session.pending))
+
+    def show_activity(activity: str) -> None:
+        bar.update(task, description=escape(activity))
+        if not err.is_terminal:
+            print_line(activity)
+
     session.callbacks = SessionCallbacks(
-        on_start=lambda activity: bar.update(task, description=escape(activity)),
+        on_start=show_activity,
         on_request=lambda: bar.advance(task),
         on_cell=warn_about_failures,
     )
