@@ -33,7 +33,7 @@ class RequestLimits:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # In addition to the target's own end tokens.
     ignore_eos: bool = False
-    logprobs: int | None = None  # Of the token itself and of this many of the most likely; None: off.
+    logprobs: int | None = None  # Of the token and of this many most likely ones; None: off.
 
     def __post_init__(self) -> None:
         for name, valid, rule in (
