@@ -84,7 +84,7 @@ test-deploy: $(DEPLOY)/.ready ## Deployment files against Ray's, SkyPilot's and 
 	PYTHONPATH=. $(DEPLOY)/bin/python -m pytest --confcutdir=tests/deploy_validators tests/deploy_validators -m deploy
 
 bench-vllm: $(READY) $(VLLM)/.ready ## Tokens a second on this CPU beside vLLM's; DATA=folder with humaneval.jsonl (15 minutes)
-	PYTHONPATH=. $(BIN)/python -m benchmarks.cpu $(DATA) $(VLLM)/bin/python
+	PYTHONPATH=. $(BIN)/python -m benchmarks.cpu.methods $(DATA) $(VLLM)/bin/python
 
 $(LLAMACPP)/.ready: benchmarks/llamacpp/requirements.txt
 	test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)

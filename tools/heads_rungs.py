@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.drafter_bits import Counts, mean_length, standard_error
+from benchmarks.drafter.bits import Counts, mean_length, standard_error
 from peagle.data.records import ignore
 from peagle.drafter.formats import checkpoint, compact
 from peagle.paths import write_json

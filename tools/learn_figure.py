@@ -17,13 +17,15 @@ Row = dict[str, Any]
 
 
 def read_rows(file: Path) -> dict[str, list[Row]]:
-    """The rows of benchmarks/learn_h200.py by their part."""
+    """The rows of benchmarks/learning/h200.py by their part."""
     parts: dict[str, list[Row]] = {"baseline": [], "learn": [], "report": []}
     for line in file.read_text().splitlines():
         row = json.loads(line)
         parts.setdefault(row["part"], []).append(row)
     if missing := [name for name in ("learn", "report") if not parts[name]]:
-        raise UserError(f"{file} has no rows of the part {missing[0]}: run benchmarks.learn_h200")
+        raise UserError(
+            f"{file} has no rows of the part {missing[0]}: run benchmarks.learning.h200"
+        )
     return parts
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.scoring import score
+from benchmarks.engine.scoring import score
 from peagle.bench.environment import describe_environment
 from peagle.bench.step_cost import tensor_bytes
 from peagle.core import Method

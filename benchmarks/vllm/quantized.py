@@ -4,10 +4,11 @@
         [--methods none,p-eagle,eagle3] [--seconds 540] [--tokens 128] [-k 7] [--eager]
         [--at-once 1]
 
-WORK is the folder that `python -m benchmarks.quantized make` wrote. Each format and method runs in
-its own process, because an engine of vLLM cannot be shut down inside one. OUT is written after each
-of them; those that failed or did not fit into the time are marked in it. `--at-once` is the number
-of engines that load at the same time; they answer one after another. Nothing of peagle is imported.
+WORK is the folder that `python -m benchmarks.quantized.formats make` wrote. Each format and method
+runs in its own process, because an engine of vLLM cannot be shut down inside one. OUT is written
+after each of them; those that failed or did not fit into the time are marked in it. `--at-once` is
+the number of engines that load at the same time; they answer one after another. Nothing of peagle
+is imported.
 """
 
 import argparse

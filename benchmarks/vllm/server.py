@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.server_process import POLL_SECONDS, READY_SECONDS, is_healthy, stop
+from benchmarks.server.process import POLL_SECONDS, READY_SECONDS, is_healthy, stop
 
 KV_CACHE_BYTES = 20 << 30
 CONTEXT = 2048

@@ -1,6 +1,6 @@
 """Exact mode on the real pair in bfloat16: any load gives the answers of `none` alone.
 
-`python -m benchmarks.exact_load OUT` is the long proof, on a GPU.
+`python -m benchmarks.exact.load OUT` is the long proof, on a GPU.
 """
 
 from pathlib import Path

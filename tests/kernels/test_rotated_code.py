@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 BEGIN = """
 import json, re
 import torch
-from benchmarks.exact_registers import CompiledKernels, new_pass
-from benchmarks.rotated_registers import LayerShape, MODULES, run_layer
+from benchmarks.kernels.exact_registers import CompiledKernels, new_pass
+from benchmarks.kernels.rotated_registers import LayerShape, MODULES, run_layer
 from peagle.kernels.attention_params import AttentionHeads
 from peagle.kernels.triton.attention import rope_store
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks import agent_conversation
-from benchmarks.agent_conversation import HttpServer
+from benchmarks.server import agent_conversation
+from benchmarks.server.agent_conversation import HttpServer
 from peagle.catalog import DEFAULT_PAIR
 from peagle.catalog.pair import DrafterSource, Pair, TargetSource
 from peagle.engine.config import EngineConfig

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.tool_calls import SCHEMAS, TOOLS
+from benchmarks.server.tool_calls import SCHEMAS, TOOLS
 from peagle import load
 from peagle.catalog import DEFAULT_PAIR
 from tests.support import clients

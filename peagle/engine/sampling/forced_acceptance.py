@@ -34,7 +34,7 @@ from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
 
 # Where the best candidate is not the target's token: the shares of ranks 2, 3, .. 16, in descending
 # order; the rest is no candidate. Both constants are those of the 8-bit head of SmolLM2-135M:
-#     python -m benchmarks.draft_ranks DATA --limit 20
+#     python -m benchmarks.drafter.ranks DATA --limit 20
 RANK_SHARES = (
     *(0.339, 0.149, 0.063, 0.041, 0.031),
     *(0.017, 0.014, 0.013, 0.009, 0.006),

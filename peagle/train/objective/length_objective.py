@@ -31,7 +31,7 @@ from peagle.train.features.teacher import Teacher
 from peagle.train.objective.loss import Loss
 
 # Log-probability of the least likely node of a tree. Trees of 31 nodes of the shipped P-EAGLE head
-# have -4.0 in the median, quartiles -4.4 and -3.8 (benchmarks/draft_anchors.py, 446 trees, K = 7).
+# have -4.0 in the median, quartiles -4.4 and -3.8 (benchmarks/drafter/anchors.py, 446 trees, K=7).
 TREE_THRESHOLD = -4.0
 TREE_WIDTH = 1.0  # of the soft step, in log-probabilities
 

@@ -7,9 +7,9 @@ jumps over (Draft-OPD, arXiv 2605.29343, drafts again from such errors).
 
 Anchor a has the newest token a + 1, which the depth-0 row of anchor a - 1 drafts with the most
 knowledge of all rows. Where that row was wrong, decoding with the shipped P-EAGLE head (K = 7)
-started a step at 88 % of the anchors, elsewhere at 13 % (benchmarks/draft_anchors.py, 3,459 anchors
-of SmolLM2-135M): a share s of 0.8 nearly gives the anchors the weights with which decoding visits
-them. Anchors behind a right row have the weight 1 - s, all others 1, divided by the mean:
+started a step at 88 % of the anchors, elsewhere at 13 % (benchmarks/drafter/anchors.py, 3,459
+anchors of SmolLM2-135M): a share s of 0.8 nearly gives the anchors the weights with which decoding
+visits them. Anchors behind a right row have the weight 1 - s, all others 1, divided by the mean:
 
     answer x2..x7, depth-0 row 2 is wrong about x4:  anchors 1 (behind the prompt) and 3 (newest
     token x4) have the weight 1, the anchors 2, 4 and 5 the weight 1 - s

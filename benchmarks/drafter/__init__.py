@@ -1,0 +1,1 @@
+"""Drafters: training, acceptance, formats and vocabularies."""

@@ -1,0 +1,1 @@
+"""Exact mode: the bits and times of its kernels, its answers and its price."""

@@ -1,0 +1,1 @@
+"""Kernels on a GPU, and what they compile to."""

@@ -1,0 +1,1 @@
+"""Quantized targets and drafters."""

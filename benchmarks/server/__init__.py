@@ -1,0 +1,1 @@
+"""`peagle serve`: load, start, failures and tool calls."""

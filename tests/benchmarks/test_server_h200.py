@@ -1,0 +1,27 @@
+"""The bytecode with which the start of a server is measured."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.server import h200
+
+
+def test_installed_packages_and_the_standard_library_are_compiled() -> None:
+    sources = h200.installed_sources()
+    names = {source.name for source in sources}
+    assert {"torch", "transformers", "peagle", "fastapi", "typing_extensions.py"} <= names
+    assert {"json", "subprocess.py"} <= names
+    assert not {"test", "site-packages"} & names
+    assert all(source.exists() for source in sources)
+
+
+def test_processes_find_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "module.py"
+    source.write_text("x = 1")
+    cache = tmp_path / "bytecode"
+    monkeypatch.setattr(h200, "bytecode_cache", lambda: cache)
+    monkeypatch.setattr(h200, "installed_sources", lambda: [source])
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    h200.compile_bytecode()
+    assert len(list(cache.rglob("module.*.pyc"))) == 1
