@@ -1,10 +1,13 @@
-"""The map names every package, names only what exists, and stays one page."""
+"""The map names every package, names only what exists, and stays one page; rooms are small."""
 
 import re
 from pathlib import Path
 
+import benchmarks
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "peagle"
+BENCHMARKS = ROOT / "benchmarks"
 MAP = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 MAX_WORDS = 700
 MAX_FILES_PER_ROOM = 15
@@ -13,6 +16,10 @@ DATA_FOLDERS = {"drafters", "templates", "template", "page", "c"}
 
 def packages() -> list[Path]:
     return sorted(path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("__init__.py"))
+
+
+def benchmark_rooms() -> list[Path]:
+    return sorted(path.parent for path in BENCHMARKS.rglob("__init__.py"))
 
 
 def named_paths() -> list[str]:
@@ -38,6 +45,11 @@ def test_the_map_is_one_page() -> None:
 
 
 def test_rooms_are_small() -> None:
-    for package in packages():
-        files = [path for path in (PACKAGE / package).glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= MAX_FILES_PER_ROOM, f"{package} has {len(files)} files"
+    for room in [*(PACKAGE / package for package in packages()), *benchmark_rooms()]:
+        files = [path for path in room.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MAX_FILES_PER_ROOM, f"{room} has {len(files)} files"
+
+
+def test_every_room_of_benchmarks_is_listed() -> None:
+    listed = re.findall(r"^    (\w+)  ", benchmarks.__doc__ or "", re.MULTILINE)
+    assert listed == [room.name for room in benchmark_rooms() if room != BENCHMARKS]
