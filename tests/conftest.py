@@ -13,7 +13,7 @@ import torch
 from peagle.loaded import LoadedPair, load
 from peagle.target import Target
 from tests.support.built_once import share_between_workers
-from tests.support.tiny_models import CONFIGS, make_target
+from tests.support.models.tiny_models import CONFIGS, make_target
 
 # Matrices are tiny and pytest runs several workers: a second thread only waits.
 torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from peagle.kernels.triton import skinny_gemm
 from peagle.kernels.triton.attention.attention_plan import new_split_counters
 from peagle.kernels.triton.batch_invariant import gemm, paged_attention, tree_lanes
 from peagle.kernels.triton.batch_invariant.vendor_gemm import own_product
-from tests.support import fake_gpu
+from tests.support.kernels import fake_gpu
 
 ROW_COUNTS = (8, 32, 64, 128, 512, 2048)
 HEADS = {"smollm2": (9, 3, 64), "8b": (32, 8, 128)}

@@ -17,7 +17,13 @@ import yaml
 
 from peagle.catalog import find_pair
 from peagle.pull import pull
-from tests.support.relaying import descendants, is_alive, log_events, running_command, wait_for
+from tests.support.server.relaying import (
+    descendants,
+    is_alive,
+    log_events,
+    running_command,
+    wait_for,
+)
 
 PAIR = "smollm2-135m"
 K = 5

@@ -131,7 +131,7 @@ def pair_of(part: str, options: argparse.Namespace) -> Iterator[ServedPair]:
         extra: dict[str, Any] = {"k": 5}
         words = ["-k", "5"]
         if options.smoke:
-            from tests.support.serving import tiny_folder
+            from tests.support.server.serving import tiny_folder
 
             tiny_folder(folder)
             words = list(TINY_OPTIONS)

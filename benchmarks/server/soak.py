@@ -282,7 +282,7 @@ def pair_arguments(pair: str) -> Iterator[list[str]]:
     if pair != "tiny":
         yield [pair]
         return
-    from tests.support.serving import tiny_folder
+    from tests.support.server.serving import tiny_folder
 
     with tempfile.TemporaryDirectory() as name:
         folder = tiny_folder(Path(name))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.live_server import LiveServer, live_server
-from tests.support.serving import tiny_folder
+from tests.support.server.live_server import LiveServer, live_server
+from tests.support.server.serving import tiny_folder
 
 
 @pytest.fixture(scope="session")

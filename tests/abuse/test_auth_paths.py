@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.live_server import LiveServer, live_server
-from tests.support.raw_http import RawReply, exchange
+from tests.support.server.live_server import LiveServer, live_server
+from tests.support.server.raw_http import RawReply, exchange
 
 pytestmark = pytest.mark.abuse
 

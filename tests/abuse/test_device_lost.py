@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.live_server import LiveServer, live_server
-from tests.support.serving import TEXT, events
+from tests.support.server.live_server import LiveServer, live_server
+from tests.support.server.serving import TEXT, events
 
 pytestmark = pytest.mark.abuse
 
@@ -26,7 +26,7 @@ def test_the_engine_process_is_replaced(
     replicas: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
     fault = tmp_path / "fault"
-    module = "tests.support.faulty_device"
+    module = "tests.support.server.faulty_device"
     options = (*OPTIONS, *replicas)
     with live_server(folder, *options, module=module, FAULT=str(fault)) as server:
         pid = worker_of(server)["pid"]

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.live_server import LiveServer, live_server
-from tests.support.serving import CHAT, HELLO, TEXT, tiny_folder
+from tests.support.server.live_server import LiveServer, live_server
+from tests.support.server.serving import CHAT, HELLO, TEXT, tiny_folder
 
 pytestmark = pytest.mark.abuse
 

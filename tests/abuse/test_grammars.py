@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.grammar_bombs import REQUEST_BOMBS, RULES, nested_references
 from tests.support.grammars import BOB, bound_folder
-from tests.support.live_server import LiveServer, live_server
-from tests.support.serving import TEXT
+from tests.support.server.live_server import LiveServer, live_server
+from tests.support.server.serving import TEXT
 
 pytestmark = pytest.mark.abuse
 

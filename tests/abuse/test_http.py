@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.byte_level import byte_level_folder
-from tests.support.live_server import LiveServer, live_server
-from tests.support.serving import CHAT, HELLO, TEXT
+from tests.support.models.byte_level import byte_level_folder
+from tests.support.server.live_server import LiveServer, live_server
+from tests.support.server.serving import CHAT, HELLO, TEXT
 
 pytestmark = pytest.mark.abuse
 

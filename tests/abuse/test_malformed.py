@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from tests.support.live_server import LiveServer
-from tests.support.serving import CHAT, HELLO, TEXT
+from tests.support.server.live_server import LiveServer
+from tests.support.server.serving import CHAT, HELLO, TEXT
 
 pytestmark = pytest.mark.abuse
 

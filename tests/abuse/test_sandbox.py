@@ -16,7 +16,7 @@ import pytest
 from peagle.bench.quality.programs import Submission
 from peagle.bench.quality.sandbox import passes
 from peagle.bench.quality.sandbox.sandbox import Sandbox
-from tests.support.hostile import (
+from tests.support.bench.hostile import (
     ORDINARY_USER,
     as_ordinary_user,
     is_alive,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from peagle.kernels.cpu import library
-from tests.kernels.test_half_precision import WIDEN
-from tests.support.arm_library import (
+from tests.kernels.cpu.test_half_precision import WIDEN
+from tests.support.kernels.arm_library import (
     VARIANTS,
     AddressBook,
     ArmLibrary,

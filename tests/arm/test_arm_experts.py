@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.kernels.test_cpu_moe_layer import test_in_one_call
-from tests.kernels.test_packed_experts import (
+from tests.kernels.cpu.test_cpu_moe_layer import test_in_one_call
+from tests.kernels.cpu.test_packed_experts import (
     test_against_pytorch,
     test_equal_logits_choose_the_first_experts,
     test_mxfp4_has_the_bits_of_the_multiplied_out_matrices,

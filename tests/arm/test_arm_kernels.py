@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from peagle.kernels.cpu.library import library
-from tests.kernels.test_cpu_kernels import (
+from tests.kernels.cpu.test_cpu_kernels import (
     test_against_the_reference,
     test_argmax,
     test_attention,
     test_attention_does_not_depend_on_neighbors,
     test_nan_stays_nan,
 )
-from tests.support.arm_library import ArmLibrary
+from tests.support.kernels.arm_library import ArmLibrary
 
 __all__ = [
     "test_against_the_reference",

@@ -7,9 +7,9 @@ from torch.nn.functional import linear
 from peagle.kernels.cpu.matrix import Packable, PackedMatrix, quantize_int8
 from peagle.kernels.expert_matrices import decode_mxfp4
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix
-from tests.support.comparing import some
-from tests.support.expert_layers import some_mxfp4
-from tests.support.gguf_files import random_blocks
+from tests.support.kernels.comparing import some
+from tests.support.kernels.expert_layers import some_mxfp4
+from tests.support.models.gguf_files import random_blocks
 
 pytestmark = [pytest.mark.arm, pytest.mark.usefixtures("cpu_level")]
 N, K = 50, 512

@@ -18,8 +18,8 @@ from peagle.bench.load.endpoint import EndpointRunner, cell_run
 from peagle.errors import UserError
 from peagle.results.key import CellKey
 from peagle.results.request_record import RequestRecord
-from tests.support.benching import Server, serving, some_jobs
-from tests.support.serving import make_backend, running
+from tests.support.bench.benching import Server, serving, some_jobs
+from tests.support.server.serving import make_backend, running
 
 
 def runner(server: Server, clients: int = 2, warmup: int = 2) -> EndpointRunner:

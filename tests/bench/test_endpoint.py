@@ -12,7 +12,7 @@ from peagle.bench.load.sse import read_events
 from peagle.errors import UserError
 from peagle.results.key import CellKey
 from peagle.results.spec_counters import SpecCounters
-from tests.support.benching import serving, some_jobs
+from tests.support.bench.benching import serving, some_jobs
 
 KEY = CellKey("x", "endpoint", 0, 3)
 

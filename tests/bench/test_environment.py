@@ -7,7 +7,7 @@ import torch
 
 from peagle.bench.environment import describe_target
 from peagle.target import load_target
-from tests.support.gguf_files import TinyGGUF
+from tests.support.models.gguf_files import TinyGGUF
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 
 from peagle.bench.quality.programs import build_submission
 from peagle.bench.quality.sandbox import passes
-from tests.support.humaneval import (
+from tests.support.bench.humaneval import (
     FILE,
     SOLUTIONS,
     fields,

@@ -16,7 +16,7 @@ from peagle.bench.quality.output_check import check_answers, target_margin
 from peagle.data.bench import Task
 from peagle.results.key import CellKey
 from peagle.results.quality import OutputCheck
-from tests.support.benching import some_jobs, tiny_pair
+from tests.support.bench.benching import some_jobs, tiny_pair
 
 
 def native(jobs: list[LoadJob], concurrency: int = 4, temperature: float = 0.0) -> NativeRunner:

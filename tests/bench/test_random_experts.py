@@ -9,7 +9,7 @@ from peagle.bench.random_experts import random_mxfp4_experts, random_mxfp4_model
 from peagle.errors import UserError
 from peagle.target import Target
 from peagle.target.experts.stored_experts import StoredExperts
-from tests.support.tiny_models import CONFIGS
+from tests.support.models.tiny_models import CONFIGS
 
 
 def gpt_oss_config(**sizes: int):  # type: ignore[no-untyped-def]

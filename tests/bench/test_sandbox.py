@@ -25,7 +25,7 @@ from peagle.bench.quality.sandbox.run import run_submission, write_job
 from peagle.bench.quality.sandbox.sandbox import OWN_BARRIERS, Sandbox, SandboxError
 from peagle.bench.quality.scoring import require_scoring
 from peagle.data.bench import Task
-from tests.support.hostile import (
+from tests.support.bench.hostile import (
     is_alive,
     outside_folder,
     own_sandbox,

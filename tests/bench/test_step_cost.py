@@ -22,7 +22,7 @@ from peagle.engine import Engine
 from peagle.engine.step.step_measurements import ExpertLoad
 from peagle.errors import UserError
 from peagle.loaded import LoadedPair
-from tests.support.cpu_features import needs_c
+from tests.support.kernels.cpu_features import needs_c
 
 ARGUMENTS = [
     "bench-step",

@@ -8,7 +8,7 @@ from peagle.bench.tune import TunePoint, Tuner, expected_tokens, search_k
 from peagle.catalog.pair import Best, Pair, TargetSource
 from peagle.catalog.tuned import machine_of, read_tuned, tuned_path, write_tuned
 from peagle.cli.measurement.tune_output import summary_lines
-from tests.support.benching import some_jobs, tiny_pair
+from tests.support.bench.benching import some_jobs, tiny_pair
 
 RATES = (0.78, 0.59, 0.43, 0.29, 0.18, 0.10, 0.05, 0.03, 0.02, 0.01, 0.01)  # Qwen3-8B on gsm8k
 KS = (1, 2, 3, 4, 5, 6, 7, 9, 11)

@@ -12,7 +12,7 @@ from benchmarks.exact.price import ACCEPTANCE, PriceLoad, measure_price, price_c
 from peagle.bench.random_models import random_pair
 from peagle.draft_shape import DraftShape
 from peagle.engine.sampling.forced_acceptance import expected_length
-from tests.support.cpu_features import needs_c
+from tests.support.kernels.cpu_features import needs_c
 
 LOAD = PriceLoad(
     [Asked([first, 2, 3], {"max_tokens": 24, "ignore_eos": True}) for first in range(4)],

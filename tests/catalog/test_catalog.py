@@ -16,7 +16,7 @@ from peagle.catalog.production import Memory, Production
 from peagle.cli import app
 from peagle.drafter.formats import compact
 from peagle.errors import UserError
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.models.tiny_models import make_drafter, make_target
 
 LAUNCH = ["gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b", "gemma-4-31b"]
 OWN = ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]

@@ -9,7 +9,7 @@ import pytest
 
 from peagle.bench.load.native import NativeRunner
 from peagle.bench.quality.sandbox import find_sandbox
-from tests.support.benching import serving, tiny_folder, write_set
+from tests.support.bench.benching import serving, tiny_folder, write_set
 from tests.support.command_line import run
 
 

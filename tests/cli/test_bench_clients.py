@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from peagle.bench.load.endpoint import EndpointRunner
-from tests.support.benching import serving, write_set
+from tests.support.bench.benching import serving, write_set
 from tests.support.command_line import run
-from tests.support.serving import make_backend, running
+from tests.support.server.serving import make_backend, running
 
 SECONDS = 60.0
 

@@ -20,7 +20,7 @@ from peagle.engine import Engine, EngineConfig
 from peagle.evaluate import demo
 from peagle.loaded import LoadedPair, load
 from tests.support.command_line import run, save_tiny_pair
-from tests.support.tiny_models import make_drafter
+from tests.support.models.tiny_models import make_drafter
 
 COMMANDS = ["pull", "generate", "demo", "serve", "bench", "tune", "export", "quantize", "check"]
 COMMANDS += [

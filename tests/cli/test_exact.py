@@ -10,9 +10,9 @@ from peagle.bench.load.engine_pool import EnginePool
 from peagle.server import run as server_run
 from peagle.server.engines.engine_factory import EngineFactory
 from peagle.server.settings import ServerSettings
-from tests.support.benching import tiny_folder, write_set
+from tests.support.bench.benching import tiny_folder, write_set
 from tests.support.command_line import run
-from tests.support.cpu_features import needs_c
+from tests.support.kernels.cpu_features import needs_c
 
 MODES = [([], "batched"), (["--exact"], "batched"), (["--no-exact"], None)]
 

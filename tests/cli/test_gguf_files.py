@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from peagle.catalog import find_pair
 from peagle.cli import app
-from tests.support.gguf_files import TinyGGUF
+from tests.support.models.gguf_files import TinyGGUF
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from peagle.learn.events import read_events
 from peagle.learn.folder import LearnFolder
 from peagle.learn.versions import version_folder
 from tests.support.command_line import run
-from tests.support.learning import QUICK, answers, tiny_root
+from tests.support.train.learning import QUICK, answers, tiny_root
 
 
 def log_line(document: StoredDocument) -> str:

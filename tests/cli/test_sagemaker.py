@@ -13,9 +13,9 @@ from peagle.cli import app
 from peagle.deploy import sagemaker
 from peagle.deploy.sagemaker.operate import upload as uploading
 from peagle.deploy.sagemaker.operate.clients import Clients
-from tests.support.aws import REGION, ROLE, aws, existing_names, refuse
-from tests.support.sagemaker_runtime import Runtime, runtime
-from tests.support.serving import tiny_folder
+from tests.support.deploy.aws import REGION, ROLE, aws, existing_names, refuse
+from tests.support.deploy.sagemaker_runtime import Runtime, runtime
+from tests.support.server.serving import tiny_folder
 
 __all__ = ["aws", "runtime"]
 NAME = "peagle-target"

@@ -23,7 +23,7 @@ from peagle.errors import UserError
 from peagle.report.grid import Grid
 from peagle.results.cell import BenchCell
 from peagle.results.run_file import read_result
-from tests.support.results import result, write
+from tests.support.bench.results import result, write
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "docs" / "results" / "h200" / "h200.json"

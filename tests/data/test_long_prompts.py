@@ -14,8 +14,8 @@ from peagle.errors import UserError
 from peagle.loaded import load
 from peagle.paths import cache_home
 from peagle.target import Target
+from tests.support.bench.humaneval import DATA
 from tests.support.command_line import save_tiny_pair
-from tests.support.humaneval import DATA
 
 TASKS = [Task(str(i), (f"w{10 + i} w7 w{20 + i}", "w8")) for i in range(40)]
 

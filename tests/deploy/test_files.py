@@ -18,7 +18,7 @@ from compose_spec import ComposeSpecification, PyCompose
 
 from peagle.deploy.render import next_steps
 from peagle.server.http.app import add_routes
-from tests.support.deploying import (
+from tests.support.deploy.deploying import (
     KEYS,
     KINDS,
     PAIRS,
@@ -29,7 +29,7 @@ from tests.support.deploying import (
     speculative_config,
     vllm_arguments,
 )
-from tests.support.serving import make_backend
+from tests.support.server.serving import make_backend
 
 LOCAL = {
     "drafter": str(Path(__file__).parents[2] / "peagle" / "drafters" / "smollm2-135m" / "p-eagle")

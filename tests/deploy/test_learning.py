@@ -16,7 +16,7 @@ from peagle.deploy.sagemaker.plan.choices import LEARN_FOLDER
 from peagle.errors import UserError
 from peagle.server.sagemaker import serve_arguments
 from tests.support.command_line import run
-from tests.support.deploying import container_spec, documents, planned, rendered
+from tests.support.deploy.deploying import container_spec, documents, planned, rendered
 
 SHIPPED = str(Path(__file__).parents[2] / "peagle" / "drafters" / "smollm2-135m" / "p-eagle")
 LEARN: dict[str, Any] = {"pair": "smollm2-135m", "learn": True, "image": "registry/peagle:cuda"}

@@ -16,8 +16,8 @@ from peagle.deploy.version import TESTED_VLLM
 from peagle.drafter.formats import checkpoint, compact
 from peagle.errors import UserError
 from tests.support.command_line import run
-from tests.support.deploying import documents, planned, speculative_config
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.deploy.deploying import documents, planned, speculative_config
+from tests.support.models.tiny_models import make_drafter, make_target
 
 SHIPPED = str(Path(__file__).parents[2] / "peagle" / "drafters" / "smollm2-135m" / "p-eagle")
 

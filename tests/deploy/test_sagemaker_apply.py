@@ -17,7 +17,7 @@ from peagle.deploy.sagemaker.plan.artifact import Artifact
 from peagle.deploy.sagemaker.plan.choices import Autoscale
 from peagle.deploy.sagemaker.resources.stack import Stack
 from peagle.errors import UserError
-from tests.support.aws import (
+from tests.support.deploy.aws import (
     NAME,
     REGION,
     aws,

@@ -15,9 +15,9 @@ from peagle.deploy.sagemaker.plan.artifact import Artifact
 from peagle.deploy.sagemaker.plan.environment import CHANNEL_FOLDER
 from peagle.deploy.sagemaker.resources.stack import build_stack
 from peagle.export.export import export
-from tests.support.aws import deployment, endpoint_settings
-from tests.support.serving import events, word_tokenizer
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.deploy.aws import deployment, endpoint_settings
+from tests.support.models.tiny_models import make_drafter, make_target
+from tests.support.server.serving import events, word_tokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "w6 w9 w30"}], "max_tokens": 8, "temperature": 0}
 

@@ -19,8 +19,8 @@ from peagle.deploy.sagemaker.operate.invoke import (
 )
 from peagle.deploy.sagemaker.operate.logs import log_events
 from peagle.errors import UserError
-from tests.support.aws import NAME, REGION, aws
-from tests.support.sagemaker_runtime import Runtime, broken, part, runtime
+from tests.support.deploy.aws import NAME, REGION, aws
+from tests.support.deploy.sagemaker_runtime import Runtime, broken, part, runtime
 
 __all__ = ["aws", "runtime"]
 WORDS = ["Grüße", " an", " die", " Welt", " 🌍"]

@@ -31,7 +31,7 @@ from peagle.deploy.sagemaker.plan.public_names import secret_names
 from peagle.deploy.sagemaker.resources.calls import Call
 from peagle.deploy.sagemaker.resources.stack import Stack, build_stack
 from peagle.errors import UserError
-from tests.support.aws import NAME, REGION, ROLE, deployment, endpoint_settings, scaled_stack
+from tests.support.deploy.aws import NAME, REGION, ROLE, deployment, endpoint_settings, scaled_stack
 
 WEIGHTS = (
     Artifact("hub org/tiny at main", "0123456789ab"),

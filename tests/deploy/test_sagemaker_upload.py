@@ -12,7 +12,7 @@ from peagle.deploy.sagemaker.operate.upload import upload_files
 from peagle.deploy.sagemaker.plan.artifact import Artifact, hash_folder
 from peagle.deploy.sagemaker.resources.stack import Upload
 from peagle.errors import UserError
-from tests.support.aws import ACCOUNT, REGION, aws, weights
+from tests.support.deploy.aws import ACCOUNT, REGION, aws, weights
 
 __all__ = ["aws", "weights"]
 PREFIX = "s3://weights/peagle/tiny/"

@@ -12,8 +12,8 @@ from peagle.deploy.sagemaker.operate import spec_log
 from peagle.deploy.sagemaker.operate.clients import Clients
 from peagle.deploy.sagemaker.operate.speculation import ContainerSpec, config_problem
 from peagle.deploy.sagemaker.plan.choices import DEFAULT_IMAGE
-from tests.support.aws import NAME, REGION, ROLE, aws
-from tests.support.sagemaker_runtime import Runtime, runtime
+from tests.support.deploy.aws import NAME, REGION, ROLE, aws
+from tests.support.deploy.sagemaker_runtime import Runtime, runtime
 
 __all__ = ["aws", "runtime"]
 VALID = '{"model": "/opt/eagle", "num_speculative_tokens": 5}'

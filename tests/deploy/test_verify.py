@@ -12,8 +12,8 @@ from peagle.cli import app
 from peagle.deploy.verify import Verification, proof, verify
 from peagle.deploy.verify.http_endpoint import HttpEndpoint
 from peagle.loaded import LoadedPair
-from tests.support.fake_vllm import fake_vllm
-from tests.support.serving import make_backend, running, tiny_pair
+from tests.support.server.fake_vllm import fake_vllm
+from tests.support.server.serving import make_backend, running, tiny_pair
 
 ACCEPTED = ("w32 w9 w30", "w60 w9 w30")  # prompts with drafts that the tiny target accepts
 REJECTED = ("w0 w9 w30", "w8 w9 w30")

@@ -16,7 +16,7 @@ except PackageNotFoundError:
 
 import kubernetes.client
 
-from tests.support.deploying import PAIRS, documents, planned, rendered
+from tests.support.deploy.deploying import PAIRS, documents, planned, rendered
 
 pytestmark = pytest.mark.deploy
 

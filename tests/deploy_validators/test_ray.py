@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 from ray.serve.schema import DeploymentSchema, ServeDeploySchema
 
-from tests.support.deploying import KEYS, PAIRS, documents, planned, rendered
+from tests.support.deploy.deploying import KEYS, PAIRS, documents, planned, rendered
 
 pytestmark = pytest.mark.deploy
 

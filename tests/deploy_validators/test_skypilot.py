@@ -10,7 +10,7 @@ import jsonschema
 from sky.serve.service_spec import SkyServiceSpec
 from sky.utils import schemas
 
-from tests.support.deploying import PAIRS, documents, planned, rendered
+from tests.support.deploy.deploying import PAIRS, documents, planned, rendered
 
 pytestmark = pytest.mark.deploy
 

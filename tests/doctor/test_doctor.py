@@ -17,7 +17,7 @@ from peagle.doctor.software import disk_facts, memory_facts, software_facts
 from peagle.target import precision
 from peagle.target.gguf.choice import choose_weights
 from peagle.target.weight_speed import ROW_COUNTS
-from tests.support.tiny_models import make_target
+from tests.support.models.tiny_models import make_target
 
 AVX512 = CpuFacts("x", "x86_64", ("avx2", "avx512f", "avx512_vnni", "avx512_bf16"), 2, 2, 1 << 20)
 TIMES = {name: dict.fromkeys(ROW_COUNTS, 1.5) for name in ("float32", "bfloat16")}

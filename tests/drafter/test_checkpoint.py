@@ -12,8 +12,8 @@ from peagle.drafter.formats import checkpoint, compact
 from peagle.errors import UserError
 from peagle.export.export import export, same_drafts
 from peagle.target import Target
-from tests.support.checkpoints import VERIFIER, aws_layout
-from tests.support.tiny_models import AUX, MASK, make_drafter, make_target
+from tests.support.models.checkpoints import VERIFIER, aws_layout
+from tests.support.models.tiny_models import AUX, MASK, make_drafter, make_target
 
 KINDS = {
     "p-eagle full": ("p-eagle", 4, None, {}),

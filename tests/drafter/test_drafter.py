@@ -12,7 +12,7 @@ from peagle.drafter.config import config_for
 from peagle.drafter.model import causal_attend
 from peagle.errors import UserError
 from peagle.target import Target
-from tests.support.tiny_models import AUX, MASK, make_drafter, make_target
+from tests.support.models.tiny_models import AUX, MASK, make_drafter, make_target
 
 
 def test_plain_layers_are_llama_layers(target: Target) -> None:

@@ -17,8 +17,8 @@ from peagle.export.export import export
 from peagle.reference import reference
 from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
-from tests.support.rope_models import AUX, BOUNDARY, longrope, rope_drafter, rope_target
-from tests.support.tiny_models import MASK
+from tests.support.models.rope_models import AUX, BOUNDARY, longrope, rope_drafter, rope_target
+from tests.support.models.tiny_models import MASK
 
 VERIFIER = VerifierConfig("tiny", ["Phi3ForCausalLM"])
 SCALE_KEYS = ("attention_factor", "short_mscale", "long_mscale")

@@ -15,7 +15,7 @@ from peagle.drafter.formats.row_format import EIGHT_BIT, GROUPS, INT4, INT8, Row
 from peagle.errors import UserError
 from peagle.export.export import same_drafts
 from peagle.target import Target
-from tests.support.tiny_models import make_drafter
+from tests.support.models.tiny_models import make_drafter
 
 # Mean squared error of normal weights, relative to their mean square.
 NORMAL_ERROR = {16: 0.006, 32: 0.0075, 64: 0.009, 128: 0.011}

@@ -15,10 +15,10 @@ from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
 from peagle.target import Target
 from peagle.train.objective.passes import DrafterPasses, PassCache
-from tests.support.decoding import tokens_of
-from tests.support.engines import K, engine_of, pair_of, serve
-from tests.support.tiny_models import AUX, make_drafter
-from tests.support.training import make_run, prompts, some_answers, some_config, trained
+from tests.support.engine.decoding import tokens_of
+from tests.support.engine.engines import K, engine_of, pair_of, serve
+from tests.support.models.tiny_models import AUX, make_drafter
+from tests.support.train.training import make_run, prompts, some_answers, some_config, trained
 
 BLOCK = 5
 

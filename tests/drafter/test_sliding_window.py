@@ -23,9 +23,9 @@ from peagle.train.data.chains import full_chains
 from peagle.train.data.pack import BatchLayout, build_batch, pack_sequences
 from peagle.train.objective.gradients import run_level
 from peagle.train.objective.passes import DrafterPasses
-from tests.support.decoding import GREEDY, plain, tokens_of
-from tests.support.engines import alone, engine_of, pair_of, serve
-from tests.support.tiny_models import AUX, make_drafter
+from tests.support.engine.decoding import GREEDY, plain, tokens_of
+from tests.support.engine.engines import alone, engine_of, pair_of, serve
+from tests.support.models.tiny_models import AUX, make_drafter
 
 METHODS: list[Method] = ["p-eagle", "eagle3"]
 WINDOW = 64

@@ -3,9 +3,17 @@
 import pytest
 
 from peagle.core import METHODS, Method
-from tests.support.decoding import tokens_of
-from tests.support.engines import alone, ask, engine_of, pair_of, serve, small, small_with_words
-from tests.support.tiny_models import LEARNED_POSITIONS, make_drafter, make_target
+from tests.support.engine.decoding import tokens_of
+from tests.support.engine.engines import (
+    alone,
+    ask,
+    engine_of,
+    pair_of,
+    serve,
+    small,
+    small_with_words,
+)
+from tests.support.models.tiny_models import LEARNED_POSITIONS, make_drafter, make_target
 
 
 @pytest.mark.parametrize("method", METHODS)

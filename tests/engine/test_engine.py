@@ -15,8 +15,8 @@ from peagle.engine.policy.draft_policy import DraftChoice, FixedPolicy
 from peagle.engine.schedule import scheduler
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.support.decoding import PATTERNS, tokens_of, transformers_generate
-from tests.support.engines import (
+from tests.support.engine.decoding import PATTERNS, tokens_of, transformers_generate
+from tests.support.engine.engines import (
     ASKED,
     COUNT,
     MIXED,
@@ -33,8 +33,8 @@ from tests.support.engines import (
     some_requests,
     steps_of,
 )
-from tests.support.target_cases import targets_and_methods
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.models.target_cases import targets_and_methods
+from tests.support.models.tiny_models import make_drafter, make_target
 
 # Every architecture.
 

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from peagle.core import METHODS, Method, Step
 from peagle.engine.schedule.queue import QueueFull
 from peagle.engine.stream import Stream
-from tests.support.decoding import tokens_of
-from tests.support.engines import SETTINGS, alone, ask, engine_of, some_requests
+from tests.support.engine.decoding import tokens_of
+from tests.support.engine.engines import SETTINGS, alone, ask, engine_of, some_requests
+from tests.support.engine.planting import plant_random
 from tests.support.grammars import FUZZ_GRAMMARS, small_with_letters
-from tests.support.planting import plant_random
 
 ASKED = [
     (ids, {"max_tokens": 9 + 5 * i % 11, "seed": i, **SETTINGS[5 * i % len(SETTINGS)]})

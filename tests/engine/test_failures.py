@@ -20,9 +20,17 @@ from peagle.engine.stream import RequestFailed, Stream
 from peagle.errors import UserError
 from peagle.kernels.attention_params import AttentionParams
 from peagle.kernels.triton.attention import paged_attention
-from tests.support.decoding import tokens_of
-from tests.support.engines import TIGHT, alone, engine_of, pair_of, small, some_requests, steps_of
-from tests.support.tiny_models import ENGINE_PATHS, make_drafter, make_target
+from tests.support.engine.decoding import tokens_of
+from tests.support.engine.engines import (
+    TIGHT,
+    alone,
+    engine_of,
+    pair_of,
+    small,
+    some_requests,
+    steps_of,
+)
+from tests.support.models.tiny_models import ENGINE_PATHS, make_drafter, make_target
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([], {}, "at least one"),

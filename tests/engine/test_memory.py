@@ -24,9 +24,9 @@ from peagle.kernels.cpu.matrix import can_pack
 from peagle.kernels.cpu.reordered import can_reorder
 from peagle.loaded import MAX_ENGINES, EngineKey, LoadedPair
 from peagle.target import Target
-from tests.support.cpu_features import needs_c
-from tests.support.engines import TIGHT, engine_of, pair_of, small, small_with_words
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.engine.engines import TIGHT, engine_of, pair_of, small, small_with_words
+from tests.support.kernels.cpu_features import needs_c
+from tests.support.models.tiny_models import make_drafter, make_target
 
 SHAPES: list[dict[str, Any]] = [
     {"method": "none"},
@@ -84,7 +84,7 @@ def test_engine_of_another_target_is_freed_too(name: str, no_collector: None) ->
 def test_a_program_ends_while_its_engine_runs() -> None:
     """A thread inside a kernel would abort it."""
     program = """
-from tests.support.engines import small
+from tests.support.engine.engines import small
 from peagle.engine import Engine, EngineConfig
 engine = Engine(small(), EngineConfig(method="none"))
 next(iter(engine.add([5, 6, 7], max_tokens=200, ignore_eos=True)))

@@ -19,17 +19,8 @@ from peagle.engine.kv.kv_cache import KVCache
 from peagle.engine.model.drafting import DraftRunner
 from peagle.errors import UserError
 from peagle.target import Target
-from tests.support.cpu_features import needs_c
-from tests.support.decoding import tokens_of
-from tests.support.drafter_versions import (
-    SHAPES,
-    Versions,
-    other_version,
-    proposals,
-    untrained_versions,
-    versions,
-)
-from tests.support.engines import (
+from tests.support.engine.decoding import tokens_of
+from tests.support.engine.engines import (
     TIGHT,
     Asked,
     alone,
@@ -38,7 +29,16 @@ from tests.support.engines import (
     some_requests,
     steps_of,
 )
-from tests.support.tiny_models import make_drafter
+from tests.support.kernels.cpu_features import needs_c
+from tests.support.models.drafter_versions import (
+    SHAPES,
+    Versions,
+    other_version,
+    proposals,
+    untrained_versions,
+    versions,
+)
+from tests.support.models.tiny_models import make_drafter
 from tests.support.waiting import wait_for
 
 COUNT = 30  # tokens of an answer

@@ -17,9 +17,9 @@ from peagle.engine.model.hf_paged import HFPagedTarget
 from peagle.engine.model.verifier import build_verifier
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.support.decoding import tokens_of
-from tests.support.engines import alone, engine_of, pair_of, serve
-from tests.support.tiny_models import AUX, make_drafter, make_target
+from tests.support.engine.decoding import tokens_of
+from tests.support.engine.engines import alone, engine_of, pair_of, serve
+from tests.support.models.tiny_models import AUX, make_drafter, make_target
 
 COUNT = 12  # tokens of an answer
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3}  # varied tokens

@@ -11,7 +11,7 @@ from peagle.core import Step
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.stream import RequestFailed, Stream, StreamPiece
 from peagle.errors import UserError
-from tests.support.engines import TIGHT, alone, engine_of, small, some_requests, steps_of
+from tests.support.engine.engines import TIGHT, alone, engine_of, small, some_requests, steps_of
 
 ASKED = some_requests(10, seed=21, max_tokens=12)
 

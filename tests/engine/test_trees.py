@@ -20,8 +20,8 @@ from peagle.kernels.triton.accept_tree import accept_tree
 from peagle.kernels.triton.build_tree import DraftTrees, tree_topology
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.support.decoding import tokens_of, transformers_generate
-from tests.support.engines import (
+from tests.support.engine.decoding import tokens_of, transformers_generate
+from tests.support.engine.engines import (
     ASKED,
     COUNT,
     MIXED,
@@ -35,10 +35,10 @@ from tests.support.engines import (
     some_requests,
     steps_of,
 )
-from tests.support.planting import plant_trees
-from tests.support.sampling import OPTIONS, PROMPT, target, three_tokens
-from tests.support.statistics import p_value
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.engine.planting import plant_trees
+from tests.support.engine.sampling import OPTIONS, PROMPT, target, three_tokens
+from tests.support.engine.statistics import p_value
+from tests.support.models.tiny_models import make_drafter, make_target
 
 K = 4
 NODES = 12

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from peagle.export.check import check, used_token
 from peagle.export.export import export
 from peagle.target import Target
-from tests.support.checkpoints import VERIFIER, aws_layout
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.models.checkpoints import VERIFIER, aws_layout
+from tests.support.models.tiny_models import make_drafter, make_target
 
 
 def levels(findings: list) -> dict[str, list[str]]:

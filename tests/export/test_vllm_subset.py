@@ -21,8 +21,8 @@ from peagle.export.export import export, same_drafts
 from peagle.export.vllm_subset import left_out_parts, subset_notice, vllm_subset
 from peagle.loaded import load
 from peagle.target import Target
-from tests.support.benching import tiny_folder, write_set
-from tests.support.tiny_models import MASK, make_drafter
+from tests.support.bench.benching import tiny_folder, write_set
+from tests.support.models.tiny_models import MASK, make_drafter
 
 VERIFIER = VerifierConfig("tiny", ["LlamaForCausalLM"])
 MORE = {"dependency": 8, "confidence": True, "calibration": (0.9, 0.8, 0.7)}

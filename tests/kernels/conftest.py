@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.support.cpu_levels import cpu_level
+from tests.support.kernels.cpu_levels import cpu_level
 
 __all__ = ["cpu_level"]
 
@@ -12,6 +12,6 @@ __all__ = ["cpu_level"]
 @pytest.fixture(autouse=True)
 def patched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("triton") is not None:
-        from tests.support.triton_interpreter import patch_interpreter
+        from tests.support.kernels.triton_interpreter import patch_interpreter
 
         patch_interpreter(monkeypatch)

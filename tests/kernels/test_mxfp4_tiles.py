@@ -6,7 +6,7 @@ from torch import Tensor
 
 from peagle.kernels.expert_matrices import MAX_FAST_SCALE, ExpertMatrices, decode_mxfp4
 from peagle.kernels.mxfp4_tiles import TILE_BYTES, from_tiles, to_tiles
-from tests.support.expert_kernel_cases import random_bytes
+from tests.support.kernels.expert_kernel_cases import random_bytes
 
 UNIT_SCALE = 127
 

@@ -5,7 +5,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix, dense, table_rows
-from tests.support.gguf_files import random_blocks
+from tests.support.models.gguf_files import random_blocks
 
 
 @pytest.mark.parametrize("format", BLOCK_FORMATS)

@@ -13,8 +13,8 @@ from peagle.train.evaluation.acceptance import DraftReplay
 from peagle.train.evaluation.replay import acceptance_length
 from peagle.train.features.features import FeatureExtractor
 from peagle.train.objective.passes import DrafterPasses
-from tests.support.learning import answers
-from tests.support.serving import tiny_pair
+from tests.support.server.serving import tiny_pair
+from tests.support.train.learning import answers
 
 SETTINGS = RoundSettings()
 

@@ -11,7 +11,7 @@ from peagle.errors import UserError
 from peagle.learn.folder import LearnFolder, StoreIdentity
 from peagle.learn.offline.log_import import LogImport
 from peagle.learn.store_reader import read_documents
-from tests.support.serving import tiny_pair
+from tests.support.server.serving import tiny_pair
 
 CHAT = {"messages": [{"role": "user", "content": "w6 w9"}], "temperature": 0.7}
 ANSWER = {

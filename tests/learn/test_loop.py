@@ -13,8 +13,8 @@ from peagle.learn.folder import LearnFolder
 from peagle.learn.status import read_status
 from peagle.learn.training.round_settings import SETTINGS_FILE
 from peagle.learn.versions import list_versions
-from tests.support.learning import QUICK, answers, tiny_root
-from tests.support.live_server import LiveServer, live_server
+from tests.support.server.live_server import LiveServer, live_server
+from tests.support.train.learning import QUICK, answers, tiny_root
 
 WAIT_SECONDS = 240.0
 

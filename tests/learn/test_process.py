@@ -18,7 +18,7 @@ from peagle.learn.folder import LearnFolder
 from peagle.learn.process import Learner
 from peagle.learn.settings import LearnerSettings
 from peagle.learn.status import TrainerStatus, read_status, write_status
-from tests.support.learning import answers, make_folder, tiny_teacher, write_documents
+from tests.support.train.learning import answers, make_folder, tiny_teacher, write_documents
 from tests.support.waiting import wait_for
 
 SETTINGS = LearnerSettings("tiny", device="cpu")
@@ -138,7 +138,7 @@ def test_a_full_disk_does_not_end_the_learner(
 @pytest.mark.slow
 def test_sigterm_lets_a_job_save_its_state(folder: LearnFolder) -> None:
     """The whole process, with a real job that is stopped in its first steps."""
-    from tests.support.learning import learner_settings, tiny_root
+    from tests.support.train.learning import learner_settings, tiny_root
 
     write_documents(folder, answers(), time=1000.0)
     (folder.root / "training.json").write_text(

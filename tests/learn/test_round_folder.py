@@ -12,7 +12,7 @@ from peagle.learn.store_reader import list_segments, purge_documents
 from peagle.learn.training.new_documents import DocumentCounter
 from peagle.learn.training.round_folder import RoundFolder, cut_prompt
 from peagle.learn.training.round_settings import RoundSettings
-from tests.support.learning import write_documents
+from tests.support.train.learning import write_documents
 
 HELD_BACK, TRAINED = ([i for i in range(500) if is_held_back(f"{i:016x}-") == x] for x in (1, 0))
 

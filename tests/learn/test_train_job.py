@@ -21,7 +21,7 @@ from peagle.learn.train_job import TrainJob
 from peagle.learn.training.round_folder import RoundFolder
 from peagle.learn.training.training_round import MAX_REPLAYS, TrainingRound
 from peagle.learn.versions import list_versions, read_current, rollback, version_folder
-from tests.support.learning import (
+from tests.support.train.learning import (
     answers,
     learner_settings,
     make_folder,

@@ -11,9 +11,16 @@ from peagle.reference import reference
 from peagle.reference.decode import decode
 from peagle.reference.proposer import Verified, proposer_for
 from peagle.target import Target
-from tests.support.decoding import GREEDY, PATTERNS, Oracle, plain, tokens_of, transformers_generate
-from tests.support.target_cases import targets_and_methods
-from tests.support.tiny_models import AUX, LEARNED_POSITIONS, make_drafter, make_target
+from tests.support.engine.decoding import (
+    GREEDY,
+    PATTERNS,
+    Oracle,
+    plain,
+    tokens_of,
+    transformers_generate,
+)
+from tests.support.models.target_cases import targets_and_methods
+from tests.support.models.tiny_models import AUX, LEARNED_POSITIONS, make_drafter, make_target
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from peagle.core import Sampling
 from peagle.draft_shape import MAX_NGRAM
 from peagle.reference.decode import decode
 from peagle.reference.ngram import NgramProposer, match_length, propose_ngram
-from tests.support.decoding import tokens_of
-from tests.support.tiny_models import make_target
+from tests.support.engine.decoding import tokens_of
+from tests.support.models.tiny_models import make_target
 
 
 @pytest.mark.parametrize(

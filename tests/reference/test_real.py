@@ -19,8 +19,8 @@ from peagle.loaded import LoadedPair
 from peagle.reference import reference
 from peagle.reference.decode import decode
 from peagle.reference.proposer import proposer_for
-from tests.support.decoding import PATTERNS, Oracle, plain, tokens_of, transformers_generate
-from tests.support.serving import tiny_pair
+from tests.support.engine.decoding import PATTERNS, Oracle, plain, tokens_of, transformers_generate
+from tests.support.server.serving import tiny_pair
 
 PROMPTS = (Path(__file__).parents[1] / "support" / "prompts.txt").read_text().splitlines()
 K = 7

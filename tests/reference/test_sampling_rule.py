@@ -12,8 +12,8 @@ from peagle.reference.decode import decode
 from peagle.reference.proposer import Verified, proposer_for
 from peagle.reference.sampling_rule import accept, choose, probabilities, uniforms
 from peagle.target import Target
-from tests.support.statistics import p_value
-from tests.support.tiny_models import AUX, make_drafter, make_target
+from tests.support.engine.statistics import p_value
+from tests.support.models.tiny_models import AUX, make_drafter, make_target
 
 RUNS = 500
 OPTIONS = {

@@ -8,9 +8,9 @@ import torch
 from peagle.regenerate.batch_generator import BatchAnswer, BatchGenerator, BatchRequest
 from peagle.regenerate.repetition import is_looping
 from peagle.target import Target
-from tests.support.chat_targets import plain
-from tests.support.statistics import chi_square_p_value
-from tests.support.tiny_models import make_target
+from tests.support.engine.statistics import chi_square_p_value
+from tests.support.models.chat_targets import plain
+from tests.support.models.tiny_models import make_target
 
 SIZES = [3, 17, 1, 40, 9, 33, 2, 64, 12, 5, 21]
 

@@ -5,8 +5,8 @@ import torch
 
 from peagle.regenerate.decode_step import PAGE_SIZE, DecodeStep
 from peagle.target import Target
-from tests.support.chat_targets import plain
-from tests.support.tiny_models import make_target
+from tests.support.models.chat_targets import plain
+from tests.support.models.tiny_models import make_target
 
 
 def started(target: Target, prompts: list[list[int]], limit: int = 30) -> DecodeStep:

@@ -16,7 +16,7 @@ from peagle.regenerate.job import RegenerateSettings, regenerate
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
 from tests.regenerate.test_regenerate import lines, some
-from tests.support.chat_targets import make_chat_target
+from tests.support.models.chat_targets import make_chat_target
 
 
 @pytest.fixture(scope="module")

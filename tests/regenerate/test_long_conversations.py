@@ -19,7 +19,7 @@ from peagle.regenerate.long_conversations import (
 from peagle.regenerate.prompts import Prompt
 from peagle.target import Target
 from peagle.train.data.documents import read_documents
-from tests.support.chat_targets import make_chat_target
+from tests.support.models.chat_targets import make_chat_target
 
 SETTINGS = LongSettings(length=200, max_tokens=30)
 

@@ -19,8 +19,8 @@ from peagle.regenerate.prompts import (
     split_validation,
 )
 from peagle.target import Target
-from tests.support.chat_targets import TEMPLATE, make_chat_target, plain
-from tests.support.tiny_models import make_target
+from tests.support.models.chat_targets import TEMPLATE, make_chat_target, plain
+from tests.support.models.tiny_models import make_target
 
 FORGETFUL = TEMPLATE.replace("<bot> {{ m['content'] }} w1", "<bot> w1")  # leaves old answers out
 SETTINGS = RegenerateSettings(max_tokens=24, max_prompt=60, slots=3)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peagle.cli import app
-from tests.support.results import result, write
+from tests.support.bench.results import result, write
 
 Change = Callable[[dict[str, Any]], None]
 

@@ -27,7 +27,7 @@ from peagle.results.json_values import as_float
 from peagle.results.key import CellKey
 from peagle.results.run_file import read_result
 from peagle.results.run_folder import read_results
-from tests.support.results import cell, result, write
+from tests.support.bench.results import cell, result, write
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from peagle.server.front import engine_client
-from tests.support.page_server import PageServer
+from tests.support.page.page_server import PageServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -23,8 +23,8 @@ from peagle.server.http.drain import Drain
 from peagle.server.http.request_log import RequestLog
 from peagle.server.http.response_counts import ResponseCounts
 from peagle.server.web_server import Server
-from tests.support import clients
-from tests.support.serving import (
+from tests.support.api import clients
+from tests.support.server.serving import (
     HELLO,
     all_idle,
     client_of,
@@ -38,7 +38,7 @@ from tests.support.serving import (
     tiny_folder,
     until,
 )
-from tests.support.thread_engines import ThreadEngines
+from tests.support.server.thread_engines import ThreadEngines
 from tests.support.waiting import wait_for
 
 LONG = {"prompt": "w6 w9", "max_tokens": 200, "ignore_eos": True, "temperature": 0}

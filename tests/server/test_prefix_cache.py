@@ -19,8 +19,8 @@ from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.openai.choice import Choice
 from peagle.server.openai.usage import TokenUsage
 from peagle.target import Target
-from tests.support.engines import word_tokenizer
-from tests.support.serving import CHAT, TEXT, ask, make_backend, running, served, tiny_pair
+from tests.support.engine.engines import word_tokenizer
+from tests.support.server.serving import CHAT, TEXT, ask, make_backend, running, served, tiny_pair
 
 LONG = " ".join(f"w{6 + i % 60}" for i in range(140))  # Two full pages of 64, and a rest.
 

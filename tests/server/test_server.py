@@ -12,7 +12,7 @@ import pytest
 from peagle import __version__
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http import app
-from tests.support.serving import (
+from tests.support.server.serving import (
     CHAT,
     HELLO,
     TEXT,

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from peagle.cli import app
 from peagle.drafter.formats import compact
-from tests.support.tiny_models import MASK, make_drafter, make_target
+from tests.support.models.tiny_models import MASK, make_drafter, make_target
 
 
 def run(*args: object, code: int = 0) -> str:

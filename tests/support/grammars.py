@@ -14,8 +14,8 @@ from peagle.drafter.formats import compact
 from peagle.grammar import Grammar
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.support.engines import pair_of, small
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.engine.engines import pair_of, small
+from tests.support.models.tiny_models import make_drafter, make_target
 
 SPECIAL = ("<pad>", "<eos>", "<bos>")
 LONG = (

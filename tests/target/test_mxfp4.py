@@ -16,9 +16,9 @@ from peagle.target import load_target
 from peagle.target.experts.mxfp4_codes import quantize_mxfp4
 from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.gguf.modules import weight_bytes
-from tests.support.engines import ask, engine_of, pair_of
-from tests.support.mxfp4_folders import save_mxfp4
-from tests.support.tiny_models import make_drafter
+from tests.support.engine.engines import ask, engine_of, pair_of
+from tests.support.models.mxfp4_folders import save_mxfp4
+from tests.support.models.tiny_models import make_drafter
 
 IDS = torch.arange(3, 43)
 FIRST = "model.layers.0.mlp.experts"

@@ -13,8 +13,8 @@ from peagle.cli import app
 from peagle.errors import UserError
 from peagle.target import load_target
 from peagle.target.experts.mxfp4_write import write_mxfp4
-from tests.support.mxfp4_folders import INDEX, save_mxfp4
-from tests.support.tiny_models import make_target
+from tests.support.models.mxfp4_folders import INDEX, save_mxfp4
+from tests.support.models.tiny_models import make_target
 
 IDS = torch.arange(3, 43)
 GATE_UP = "model.layers.2.mlp.experts.gate_up_proj"

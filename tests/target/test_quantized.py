@@ -21,8 +21,8 @@ from peagle.target.quantized.codes import QuantizedWeight, concatenate_weights, 
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.layout import pack_codes, parse_quantized, unpack_codes, weight_tensors
 from peagle.target.quantized.write import quantize
-from tests.support.cpu_features import needs_c
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.kernels.cpu_features import needs_c
+from tests.support.models.tiny_models import make_drafter, make_target
 
 NAMES = list(WEIGHT_FORMATS)
 OFF = {"fp8": 0.04, "int8": 0.01, "int4": 0.15}  # of a random matrix' length, at most

@@ -24,7 +24,7 @@ from peagle.target.quantized.codes import QuantizedWeight
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.layout import parse_quantized
 from peagle.target.quantized.write import quantize
-from tests.support.tiny_models import SIZES, make_drafter, make_target
+from tests.support.models.tiny_models import SIZES, make_drafter, make_target
 
 FORMATS = list(WEIGHT_FORMATS)
 LAYERS, EXPERTS = 8, 4

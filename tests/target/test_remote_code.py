@@ -12,7 +12,7 @@ from transformers import dynamic_module_utils
 from peagle.errors import UserError
 from peagle.target.quantized.write import build_without_weights
 from peagle.target.target import load_target
-from tests.support.tiny_models import make_target
+from tests.support.models.tiny_models import make_target
 
 ROOT = Path(__file__).parents[2]
 LOADERS = ("from_pretrained", "from_config")

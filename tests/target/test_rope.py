@@ -14,15 +14,15 @@ from peagle.errors import UserError
 from peagle.reference import reference
 from peagle.target import Target, load_target
 from peagle.target.rope import freeze_module, freeze_parameters
-from tests.support.decoding import plain, tokens_of
-from tests.support.rope_models import (
+from tests.support.engine.decoding import plain, tokens_of
+from tests.support.models.rope_models import (
     BOUNDARY,
     DYNAMIC,
     longrope,
     rope_model,
     rope_target,
 )
-from tests.support.tiny_models import make_target
+from tests.support.models.tiny_models import make_target
 
 NAMES = ("phi3", "phi4", "llama", "phimoe", "gemma3", "dynamic")
 CONTEXTS = (BOUNDARY - 1, BOUNDARY, BOUNDARY + 1, None)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, RecurrentGemmaConfi
 
 from peagle.errors import UserError
 from peagle.target import Target, default_aux_layer_ids, load_target
-from tests.support.tiny_models import make_target
+from tests.support.models.tiny_models import make_target
 
 
 def test_taps_equal_hidden_states(any_target: Target, prompt) -> None:

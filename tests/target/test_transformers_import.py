@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peagle.target.meta_initialization import no_meta_initialization
 from peagle.target.transformers_import import PackageDistributions
-from tests.support.rope_models import rope_model
+from tests.support.models.rope_models import rope_model
 from tests.support.script_server import ScriptServer, script_server
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from peagle.target.weight_speed import (
     last_level_cache_bytes,
     measure_passes,
 )
-from tests.support.cpu_features import needs_c
+from tests.support.kernels.cpu_features import needs_c
 
 SMALL = MatrixShapes(64, 128, 64, 32, 2, 256)
 

@@ -12,9 +12,9 @@ from peagle.catalog import find_pair
 from peagle.drafter.formats import checkpoint
 from peagle.target import load_target
 from peagle.train.data.documents import Document, join_documents
-from tests.support.benching import tiny_folder, write_set
-from tests.support.tiny_models import MASK
-from tests.support.training import some_answers
+from tests.support.bench.benching import tiny_folder, write_set
+from tests.support.models.tiny_models import MASK
+from tests.support.train.training import some_answers
 from tools import ladder, ladder_speed
 
 LADDER = f"""

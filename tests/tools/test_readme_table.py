@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.results import result, write
+from tests.support.bench.results import result, write
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,18 +8,19 @@ import benchmarks
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "peagle"
 BENCHMARKS = ROOT / "benchmarks"
+TESTS = ROOT / "tests"
 MAP = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 MAX_WORDS = 700
 MAX_FILES_PER_ROOM = 15
 DATA_FOLDERS = {"drafters", "templates", "template", "page", "c"}
 
 
+def rooms_in(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.rglob("__init__.py"))
+
+
 def packages() -> list[Path]:
-    return sorted(path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("__init__.py"))
-
-
-def benchmark_rooms() -> list[Path]:
-    return sorted(path.parent for path in BENCHMARKS.rglob("__init__.py"))
+    return [room.relative_to(PACKAGE) for room in rooms_in(PACKAGE)]
 
 
 def named_paths() -> list[str]:
@@ -45,11 +46,11 @@ def test_the_map_is_one_page() -> None:
 
 
 def test_rooms_are_small() -> None:
-    for room in [*(PACKAGE / package for package in packages()), *benchmark_rooms()]:
+    for room in [*rooms_in(PACKAGE), *rooms_in(BENCHMARKS), *rooms_in(TESTS)]:
         files = [path for path in room.glob("*.py") if path.name != "__init__.py"]
         assert len(files) <= MAX_FILES_PER_ROOM, f"{room} has {len(files)} files"
 
 
 def test_every_room_of_benchmarks_is_listed() -> None:
     listed = re.findall(r"^    (\w+)  ", benchmarks.__doc__ or "", re.MULTILINE)
-    assert listed == [room.name for room in benchmark_rooms() if room != BENCHMARKS]
+    assert listed == [room.name for room in rooms_in(BENCHMARKS) if room != BENCHMARKS]

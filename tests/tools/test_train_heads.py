@@ -19,8 +19,8 @@ from peagle.train.data.documents import Document, join_documents
 from peagle.train.evaluation import calibration
 from peagle.train.evaluation.acceptance import DraftReplay
 from peagle.train.features.features import FeatureSource
-from tests.support.benching import tiny_folder, write_set
-from tests.support.tiny_models import MASK
+from tests.support.bench.benching import tiny_folder, write_set
+from tests.support.models.tiny_models import MASK
 from tools import heads_data, heads_measure, heads_rungs, train_heads
 from tools.heads_data import Size
 from tools.heads_measure import answer_counts

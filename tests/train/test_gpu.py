@@ -17,8 +17,8 @@ from peagle.train.optim.parallel import World
 from peagle.train.records import StepRecord
 from peagle.train.setup import load_training_data
 from peagle.train.trainer import Trainer
-from tests.support.tiny_models import AUX, make_target
-from tests.support.training import RUNGS, some_config, some_pack, write_answers
+from tests.support.models.tiny_models import AUX, make_target
+from tests.support.train.training import RUNGS, some_config, some_pack, write_answers
 
 pytestmark = pytest.mark.gpu
 

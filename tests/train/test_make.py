@@ -21,9 +21,9 @@ from peagle.target import Target
 from peagle.train.card import model_card
 from peagle.train.config import TrainConfig
 from peagle.train.make import choose_pack_tokens, choose_recipe
-from tests.support.chat_targets import make_chat_target, save_chat_target
 from tests.support.command_line import run
-from tests.support.tiny_models import AUX, make_drafter, make_target
+from tests.support.models.chat_targets import make_chat_target, save_chat_target
+from tests.support.models.tiny_models import AUX, make_drafter, make_target
 
 
 @pytest.fixture(scope="module")

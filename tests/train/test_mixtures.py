@@ -10,11 +10,11 @@ import torch
 from peagle.drafter.formats import checkpoint
 from peagle.target import Target, load_target
 from peagle.target.experts.stored_experts import StoredExperts
-from tests.support.chat_targets import make_tokenizer
 from tests.support.command_line import run
-from tests.support.mixtures import AUX, MIXTURES, make_mixture
-from tests.support.mxfp4_folders import save_mxfp4
-from tests.support.training import write_answers
+from tests.support.models.chat_targets import make_tokenizer
+from tests.support.models.mixtures import AUX, MIXTURES, make_mixture
+from tests.support.models.mxfp4_folders import save_mxfp4
+from tests.support.train.training import write_answers
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 STOP = 1  # id of the token that ends an answer

@@ -10,9 +10,9 @@ from peagle.drafter.formats import checkpoint
 from peagle.errors import UserError
 from peagle.target import Target
 from peagle.train.drafter_init import init_from_target
-from tests.support.engines import engine_of, pair_of, serve
-from tests.support.tiny_models import make_drafter
-from tests.support.training import make_run, prompts, some_answers, some_config, train
+from tests.support.engine.engines import engine_of, pair_of, serve
+from tests.support.models.tiny_models import make_drafter
+from tests.support.train.training import make_run, prompts, some_answers, some_config, train
 
 WIDTH = 24
 

@@ -19,8 +19,8 @@ from peagle.train.features.stored import StoredTarget
 from peagle.train.run import load_teacher
 from peagle.train.setup import apply_capture
 from tests.support.command_line import run
-from tests.support.decoding import plain
-from tests.support.rope_models import (
+from tests.support.engine.decoding import plain
+from tests.support.models.rope_models import (
     AUX,
     BOUNDARY,
     longrope,
@@ -28,7 +28,7 @@ from tests.support.rope_models import (
     rope_target,
     save_rope_target,
 )
-from tests.support.training import make_run, some_config, train, write_answers
+from tests.support.train.training import make_run, some_config, train, write_answers
 
 SETTINGS = CaptureSettings(top_k=8, aux_layer_ids=AUX, shard_bytes=200_000)
 

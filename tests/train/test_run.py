@@ -15,8 +15,8 @@ from peagle.drafter.formats import checkpoint
 from peagle.train.config import read_config
 from peagle.train.records import StepRecord
 from peagle.train.run import TrainRun
-from tests.support.chat_targets import make_chat_target, save_chat_target
-from tests.support.training import write_answers
+from tests.support.models.chat_targets import make_chat_target, save_chat_target
+from tests.support.train.training import write_answers
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 SMALL = (

@@ -37,9 +37,9 @@ from peagle.train.objective.passes import DrafterPasses
 from peagle.train.optim.optimizer import Optimizers
 from peagle.train.setup import apply_capture
 from peagle.train.trainer import Trainer
-from tests.support.engines import K, engine_of, pair_of, serve
-from tests.support.tiny_models import AUX, make_drafter, make_target
-from tests.support.training import (
+from tests.support.engine.engines import K, engine_of, pair_of, serve
+from tests.support.models.tiny_models import AUX, make_drafter, make_target
+from tests.support.train.training import (
     RUNGS,
     make_run,
     prompts,

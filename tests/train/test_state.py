@@ -14,7 +14,7 @@ from peagle.train.config import TrainConfig
 from peagle.train.journal import Journal
 from peagle.train.records import EvaluationRecord, StepRecord
 from peagle.train.state import RunState, check_same_run, list_states
-from tests.support.training import config_in, start, train
+from tests.support.train.training import config_in, start, train
 
 
 def test_two_states_are_kept(tmp_path):

@@ -21,7 +21,7 @@ from peagle.train.features.teacher import PackFeatures
 from peagle.train.journal import Journal
 from peagle.train.state import list_states
 from peagle.train.trainer import Trainer
-from tests.support.training import (
+from tests.support.train.training import (
     config_in,
     some_answers,
     start,

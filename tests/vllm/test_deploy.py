@@ -22,7 +22,15 @@ from peagle.deploy.options import DeployOptions
 from peagle.deploy.plan import plan
 from peagle.deploy.render import changed_files, render, write_files
 from peagle.progress import silent
-from tests.support.deploying import KEYS, KINDS, PAIRS, documents, planned, rendered, vllm_arguments
+from tests.support.deploy.deploying import (
+    KEYS,
+    KINDS,
+    PAIRS,
+    documents,
+    planned,
+    rendered,
+    vllm_arguments,
+)
 from tests.vllm.starting import wait_until_ready
 
 pytestmark = pytest.mark.vllm

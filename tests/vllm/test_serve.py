@@ -16,7 +16,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed: run `make test-vll
 import httpx
 
 import peagle
-from tests.support.relaying import descendants, is_alive, is_healthy, running_command
+from tests.support.server.relaying import descendants, is_alive, is_healthy, running_command
 from tests.support.waiting import wait_for
 
 pytestmark = [

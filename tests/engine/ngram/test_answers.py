@@ -8,8 +8,16 @@ from peagle.engine import Engine, EngineConfig
 from peagle.engine.ngram.host_slots import HostNgramSlots
 from peagle.errors import UserError
 from peagle.grammar import Grammar
-from tests.support.decoding import tokens_of
-from tests.support.engines import alone, ask, engine_of, serve, small, small_with_words, steps_of
+from tests.support.engine.decoding import tokens_of
+from tests.support.engine.engines import (
+    alone,
+    ask,
+    engine_of,
+    serve,
+    small,
+    small_with_words,
+    steps_of,
+)
 from tests.support.grammars import small_with_letters
 
 PHRASE = [7, 8, 9, 10, 11, 12]

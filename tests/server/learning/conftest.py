@@ -7,8 +7,8 @@ import pytest
 from peagle.learn.folder import LearnFolder
 from peagle.loaded import LoadedPair
 from peagle.server.worker import drafter_versions
-from tests.support.serving import tiny_folder
-from tests.support.versions import load_folder
+from tests.support.models.versions import load_folder
+from tests.support.server.serving import tiny_folder
 
 
 @pytest.fixture(scope="package")

@@ -20,8 +20,9 @@ from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.front.generation_params import GenerationParams
 from peagle.server.settings import ServerSettings
 from peagle.server.supervisor.launch_spec import inherited_environment
-from tests.support.serve_learning import LEARN, learning_of
-from tests.support.serving import (
+from tests.support.models.versions import add_version
+from tests.support.server.serve_learning import LEARN, learning_of
+from tests.support.server.serving import (
     HELLO,
     SETTINGS,
     TEXT,
@@ -33,7 +34,6 @@ from tests.support.serving import (
     thread_engines,
     until,
 )
-from tests.support.versions import add_version
 
 DRAFTER = "/v1/peagle/drafter"
 AGENT_OPT_OUTS: list[tuple[str, dict[str, Any]]] = [

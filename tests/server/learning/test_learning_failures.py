@@ -18,9 +18,9 @@ from peagle.paths import write_bytes
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.messages import LearnReport, VersionCounts
 from peagle.server.worker import drafter_versions
-from tests.support.serve_learning import LEARN, learning_of
-from tests.support.serving import TEXT, ask, served, thread_engines, until
-from tests.support.versions import add_version
+from tests.support.models.versions import add_version
+from tests.support.server.serve_learning import LEARN, learning_of
+from tests.support.server.serving import TEXT, ask, served, thread_engines, until
 
 
 def has_version(backend: EngineBackend, number: int) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from peagle.server.parsing.answer_parser import PlainParser
 from peagle.server.parsing.parsed_message import ParsedMessage
 from peagle.server.parsing.reasoning import THINK_TAGS, ReasoningParser, detect_reasoning
-from tests.support.parsing import cut, parse
+from tests.support.api.parsing import cut, parse
 
 PIECES = ("<think>", "</think>", "\n", " ", "a", "<", "</", "think>", "\0")
 

@@ -14,10 +14,10 @@ from peagle.engine.policy.accepted import AcceptedCounts
 from peagle.engine.policy.adaptive import AdaptivePolicy
 from peagle.engine.policy.draft_policy import DraftChoice
 from peagle.engine.stream import Stream
+from tests.support.engine.planting import plant_random
 from tests.support.fuzzing.case import FuzzCase, FuzzRequest
 from tests.support.fuzzing.outcome import Outcome, check_limits, difference, read_outcome
 from tests.support.fuzzing.targets import fuzz_pair
-from tests.support.planting import plant_random
 
 MAX_STEPS = 5000  # a case takes at most a few hundred
 NEAR_TIE = 2e-4  # logits: more than float32 may differ in another order of sums

@@ -8,9 +8,9 @@ import torch
 from peagle.core import Method
 from peagle.drafter import Drafter
 from peagle.loaded import LoadedPair
-from tests.support.engines import pair_of, small_with_words
+from tests.support.engine.engines import pair_of, small_with_words
 from tests.support.grammars import letters, small_with_letters
-from tests.support.tiny_models import make_drafter, make_target
+from tests.support.models.tiny_models import make_drafter, make_target
 
 # Tokens of the longest answer with its prompt; "exact": in bfloat16 and exact mode.
 CONTEXTS = {

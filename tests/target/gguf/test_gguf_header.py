@@ -13,7 +13,7 @@ from peagle.cli import app
 from peagle.errors import UserError
 from peagle.target import load_target
 from peagle.target.gguf.header import read_header
-from tests.support.gguf_files import TinyGGUF
+from tests.support.models.gguf_files import TinyGGUF
 
 
 @pytest.fixture(autouse=True)

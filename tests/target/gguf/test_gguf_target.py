@@ -19,7 +19,7 @@ from peagle.target.gguf.choice import choose_weights
 from peagle.target.gguf.modules import StoredEmbedding, StoredLinear, weight_bytes
 from peagle.target.matrix_shapes import MatrixShapes
 from peagle.target.weight_speed import ROW_COUNTS, PassTimes
-from tests.support.gguf_files import (
+from tests.support.models.gguf_files import (
     CONTEXT,
     HEADS,
     HIDDEN,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from peagle.target import Target, load_target
-from tests.support.byte_level import byte_level_tokenizer
-from tests.support.gguf_files import VOCAB_SIZE, TinyGGUF
+from tests.support.models.byte_level import byte_level_tokenizer
+from tests.support.models.gguf_files import VOCAB_SIZE, TinyGGUF
 
 TEXT = "Year 12345 isn't\n\n  DON'T!?"
 START = ["Year"]

@@ -13,8 +13,8 @@ from peagle.grammar.matcher import build_matcher
 from peagle.server.parsing.parsed_message import ParsedMessage
 from peagle.server.parsing.tool import Tool, ToolChoice
 from peagle.server.parsing.tool_formats import TOOL_FORMATS
-from tests.support.call_walks import HARMONY, MISTRAL, TAGS, WalkTokenizer, walk_tokenizer
-from tests.support.parsing import RECORDED, formats, parse
+from tests.support.api.call_walks import HARMONY, MISTRAL, TAGS, WalkTokenizer, walk_tokenizer
+from tests.support.api.parsing import RECORDED, formats, parse
 
 BOOK: dict[str, Any] = {
     "type": "object",

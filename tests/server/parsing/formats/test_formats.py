@@ -6,7 +6,7 @@ import pytest
 
 from peagle.server.parsing.answer_part import ToolCallArguments, ToolCallStart
 from peagle.server.parsing.tool_formats import TOOL_FORMATS
-from tests.support.parsing import RECORDED, TOOLS, calls_of, formats, parse_format
+from tests.support.api.parsing import RECORDED, TOOLS, calls_of, formats, parse_format
 
 NAMES = list(RECORDED)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.server.parsing.formats.json_scanner import MAX_DEPTH, JsonScanner
-from tests.support.parsing import cut
+from tests.support.api.parsing import cut
 
 FINITE_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peagle.server.parsing.parsed_message import ParsedMessage
 from peagle.server.parsing.reasoning import THINK_TAGS, ReasoningParser
-from tests.support.parsing import RECORDED, TOOLS, cut, formats, parse, parse_format
+from tests.support.api.parsing import RECORDED, TOOLS, cut, formats, parse, parse_format
 
 NAMES = list(RECORDED)
 THOUGHTS = "<think>\n\nHm,\n <b> so\n\n</think>\n\n"
