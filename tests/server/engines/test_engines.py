@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from peagle.errors import UserError
+from peagle.server.engines import extra_engines
 from peagle.server.engines.method_choice import choose_method
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.front.generation_params import GenerationParams
@@ -81,7 +82,9 @@ def test_trees_need_the_servers_drafter() -> None:
         choose_method(replace(SETTINGS, method=None, tree=12), replace(pair, method="eagle3"))
 
 
-def test_extra_engines_are_limited() -> None:
+def test_extra_engines_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extra_engines, "MIN_IDLE_SECONDS", 60.0)  # The machine may be slow.
+
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await ask(client, peagle={"k": 1})
         assert (await ask(client, code=503, peagle={"k": 2}))["error"][
