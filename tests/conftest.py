@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from peagle.loaded import LoadedPair, load
 from peagle.target import Target
@@ -18,6 +19,11 @@ from tests.support.models.tiny_models import CONFIGS, make_target
 # Matrices are tiny and pytest runs several workers: a second thread only waits.
 torch.set_num_threads(1)
 gc.disable()  # What imports create lives as long as the run.
+# The same examples in every run, however long each takes on a busy machine.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 # Every HTTP client would read the certificates again: 20 ms each.
 ssl.create_default_context = cache(ssl.create_default_context)
 

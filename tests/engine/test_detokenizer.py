@@ -78,7 +78,7 @@ def stream(words: Detokenizer, parts: list[list[int]]) -> tuple[str, int, bool]:
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.text(st.characters(codec="utf-8") | st.sampled_from("aé你🙂 "), max_size=60), sizes)
 def test_the_pieces_join_to_the_text(text: str, sizes: list[int]) -> None:
     tokens = [*ids(text), EOS]
@@ -89,7 +89,7 @@ def test_the_pieces_join_to_the_text(text: str, sizes: list[int]) -> None:
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, len(BYTES) - 1), max_size=60), sizes)
 def test_any_bytes_join_to_what_the_tokenizer_says(tokens: list[int], sizes: list[int]) -> None:
     whole = BYTES.decode(tokens, skip_special_tokens=True)
@@ -100,7 +100,7 @@ def test_any_bytes_join_to_what_the_tokenizer_says(tokens: list[int], sizes: lis
     )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(["a", "bc", "d", "space", "eos", "你", "é"]), max_size=30), sizes)
 def test_spaces_of_first_tokens_are_kept(words: list[str], sizes: list[int]) -> None:
     known = {"a": [3], "bc": [4], "d": [5], "space": [2], "eos": [1]}
@@ -119,7 +119,7 @@ def test_half_characters_wait() -> None:
     assert cut.push(tokens[:-1]).text == "é" and cut.finish() == BYTES.decode(tokens[:-1])[1:]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     sizes,
     st.sampled_from(

@@ -163,10 +163,10 @@ class Machine(RuleBasedStateMachine):
             assert steps == expected_steps(number, self.engine.method)[: len(steps)]
 
 
-Machine.TestCase.settings = settings(max_examples=16, stateful_step_count=50, deadline=None)
+Machine.TestCase.settings = settings(max_examples=16, stateful_step_count=50)
 TestMachine = Machine.TestCase
 
 
 @pytest.mark.slow
 class TestMachineForLong(Machine.TestCase):
-    settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=120, stateful_step_count=60, derandomize=False)

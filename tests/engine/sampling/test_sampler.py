@@ -100,7 +100,7 @@ requests = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(st.lists(requests, min_size=1, max_size=5), st.integers(0, 9))
 def test_a_batch_with_drafts_gives_what_each_request_gets_alone(asked, seed: int) -> None:
     answers = [alone(*request, count=10) for request in asked]

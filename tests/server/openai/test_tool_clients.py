@@ -113,7 +113,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(body=BODIES)
 def test_hostile_bodies(live: tuple[EngineBackend, str], body: dict[str, Any]) -> None:
     """Whatever tools and messages look like: an answer, or an error that names the mistake."""

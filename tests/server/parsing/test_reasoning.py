@@ -41,7 +41,7 @@ def test_reasoning_and_answer(text: str, inside: bool, reasoning: str, content: 
     assert read(list(text), inside) == (reasoning, content)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=20).map("".join),
     st.lists(st.integers(0, 60)),

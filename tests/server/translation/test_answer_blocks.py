@@ -55,7 +55,7 @@ def test_white_space_between_blocks_is_none() -> None:
     assert kinds_and_texts([Reasoning(" ")]) == [("text", "")]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([Content(" "), Content("x"), Reasoning("\n"), Reasoning("y")])))
 def test_every_block_begins_grows_and_ends_before_the_next(parts: list[AnswerPart]) -> None:
     blocks, events = run([*parts, *CALLS])

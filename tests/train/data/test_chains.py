@@ -143,7 +143,7 @@ def rows(batch: Batch) -> list[tuple[int, int]]:
     return [pair for r in levels for pair in zip(r.anchor.tolist(), r.depth.tolist(), strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks, st.integers(1, 7), st.booleans(), st.sampled_from([1, 2, 3, 8]), st.integers(0, 99))
 def test_segments_partition_the_chains(answers, k, by_depth, segments, seed):
     packed = packed_of(answers * 8)  # several blocks long
@@ -164,7 +164,7 @@ def test_segments_partition_the_chains(answers, k, by_depth, segments, seed):
         seen.add(bucket)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     masks, st.integers(2, 7), st.booleans(), st.sampled_from([1, 4]), st.sampled_from([0, 40, 300])
 )

@@ -33,7 +33,7 @@ def refuse(name: str) -> None:
     raise ValueError(name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.dictionaries(st.text(), VALUES, max_size=4),
     st.sampled_from([None, 1]),
@@ -55,7 +55,7 @@ def test_objects(value: dict[str, Any], indent: int | None, ascii: bool, cuts: l
     assert members == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text('{}[]":,0123-+.eE\\u/tfnrlsa \n\x01', max_size=14), st.booleans())
 def test_agrees_with_json_loads(body: str, wrap: bool) -> None:
     text = '{"a":' + body + "}" if wrap else "{" + body

@@ -52,7 +52,7 @@ def test_every_single_cut_and_single_characters(name: str, streams: bool) -> Non
         assert parse_format(name, cut(text, [position]), streams) == whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 800)), st.booleans(), st.booleans())
 def test_any_cuts_of_recorded_answers(
     name: str, positions: list[int], streams: bool, reasoning: bool
@@ -69,7 +69,7 @@ def malformed(draw: st.DrawFn) -> tuple[str, str]:
     return name, "".join(draw(st.lists(fragments, max_size=24)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(malformed(), st.lists(st.integers(0, 200)), st.booleans(), st.booleans(), st.booleans())
 def test_malformed_answers(
     answer: tuple[str, str], positions: list[int], streams: bool, reasoning: bool, inside: bool
@@ -80,7 +80,7 @@ def test_malformed_answers(
     assert outcome(name, list(text), streams, reasoning, inside) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(malformed())
 def test_all_text_of_a_malformed_answer_is_accounted_for(answer: tuple[str, str]) -> None:
     """An answer without calls and reasoning is content; with calls, no content is invented."""
