@@ -1,4 +1,4 @@
-"""Statuses that are never old; for the tests of the page, Chromium and a server without a model."""
+"""For the tests of the page: Chromium, and a server without a model."""
 
 import shutil
 from collections.abc import Iterator
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from peagle.server.front import engine_client
 from tests.support.page.page_server import PageServer
 
 if TYPE_CHECKING:
@@ -24,12 +23,6 @@ FLAGS = (
     "--disable-sync",
 )
 FAST = 0.15  # fraction of a step's usual time
-
-
-@pytest.fixture(autouse=True)
-def new_statuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics and statuses are never old ones, however long an engine takes for a new one."""
-    monkeypatch.setattr(engine_client, "STATUS_WAIT_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from peagle.core import Method
 from peagle.drafter.formats import compact
 from peagle.loaded import LoadedPair
 from peagle.server.engines.engine_pool import MAX_EXTRA_ENGINES
+from peagle.server.front import engine_client
 from peagle.server.front.engine_backend import EngineBackend
 from peagle.server.http.app import build_app
 from peagle.server.routes import create_engine_backend
@@ -34,6 +35,8 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 WORDS = "w6 w9 w30"
 HELLO: Any = [{"role": "user", "content": WORDS}]
+# Metrics and statuses are never old ones, however long an engine takes for a new one.
+engine_client.STATUS_WAIT_SECONDS = 60.0
 SETTINGS = ServerSettings(
     pair="tiny",
     port=0,
@@ -225,7 +228,7 @@ def slowed(backend: EngineBackend, seconds: float) -> Iterator[None]:
 def raw_request(url: str, head: str, body: bytes = b"") -> socket.socket:
     """A connection on which these bytes were sent, for clients that do not behave."""
     host, _, port = url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
     return connection
 
