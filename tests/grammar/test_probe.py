@@ -16,7 +16,6 @@ from peagle.errors import UserError
 from peagle.grammar import Grammar, GrammarCompiler
 from peagle.grammar.grammar import MAX_MULTIPLE
 from peagle.grammar.probe import GrammarProbe, ProbeDied
-from peagle.grammar.probe_report import CPU_SECONDS
 from tests.support.grammar_bombs import PROBE_BOMBS, RULES
 from tests.support.grammars import bound_pair
 
@@ -94,13 +93,15 @@ def test_memory_is_measured(probe: GrammarProbe) -> None:
 
 def test_canceled(probe: GrammarProbe) -> None:
     probe.check(Grammar.regex("ab"))
+    assert probe.pid is not None
     before = trial_seconds(probe)
+    os.kill(probe.pid, signal.SIGSTOP)  # It reads both messages at once.
     report = probe.submit(Grammar("lark", RULES))
-    while not children(probe.pid):
-        time.sleep(0.02)
     report.cancel()
+    os.kill(probe.pid, signal.SIGCONT)
+    probe.check(Grammar.regex("ab"))
     until_idle(probe)
-    assert trial_seconds(probe) - before < CPU_SECONDS - 0.5  # It has not ended by its limit.
+    assert trial_seconds(probe) - before < 0.5  # It has not ended by itself.
     with pytest.raises(CancelledError):
         report.result()
 
@@ -109,6 +110,7 @@ def test_a_killed_process_is_replaced(probe: GrammarProbe) -> None:
     probe.check(Grammar.regex("ab"))
     pid = probe.pid
     assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # The trial must not end before.
     report = probe.submit(Grammar("lark", RULES))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ProbeDied):
@@ -122,12 +124,10 @@ def test_close_ends_process_and_threads() -> None:
     probe = GrammarProbe(GrammarCompiler(bound_pair().target).vocabulary)
     reports = [probe.submit(Grammar("lark", RULES)) for _ in range(3)]
     pid = probe.pid
-    started = time.monotonic()
     probe.close()
     for report in reports:
-        with pytest.raises(ProbeDied):
-            report.result(timeout=10)
-    assert time.monotonic() - started < 8, "it waits for the trials"
+        with pytest.raises(ProbeDied):  # After the end of a trial, there would be a result.
+            report.result(timeout=60)
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
     with pytest.raises(ProbeDied):
