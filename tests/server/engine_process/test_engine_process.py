@@ -148,7 +148,7 @@ def test_failures_of_its_process(
         monkeypatch.setattr(engine_supervisor.EngineSupervisor, "max_failures", 3)
         await processes_that_die_in_a_row(client, backend, engines, control)
 
-    in_process(folder, test, max_batch=2, step_timeout=8.0)
+    in_process(folder, test, max_batch=2)
 
 
 async def kill_in_the_middle(
@@ -157,7 +157,7 @@ async def kill_in_the_middle(
     """Answers that have begun end with an error. The next process answers all other requests: those
     in the queue, and those that arrive while it starts."""
     expected = (await ask(client))["choices"]
-    control.write_text("slow 0.05")
+    control.write_text("slow 0.2")
     body = {"messages": HELLO, "temperature": 0, "stream": True} | LONG
     running = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(2)]
     await until(lambda: with_tokens(engines) == 2)
@@ -182,7 +182,7 @@ async def kill_in_the_middle(
 async def failed_step(
     client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path, failure: str
 ) -> None:
-    control.write_text("slow 0.02")
+    control.write_text("slow 0.2")
     running = asyncio.create_task(ask(client, code=503, **LONG))
     await until(lambda: with_tokens(engines))
     control.write_text(failure)
@@ -196,14 +196,18 @@ async def failed_step(
 async def hung_step(
     client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path
 ) -> None:
-    """The process is replaced; it is not while it loads, however long that takes."""
+    """The process is replaced. Only here, it must not be silent for two seconds."""
+    (supervisor,) = engines.source.engines  # type: ignore[attr-defined]
+    settings = supervisor.settings
     restarts = backend.counts.restarts
-    control.write_text("slow 0.02")
+    control.write_text("slow 0.2")
     running = asyncio.create_task(ask(client, code=503, **LONG))
     await until(lambda: with_tokens(engines))
     control.write_text("slow 600")
     waiting = asyncio.create_task(ask(client))
+    supervisor.settings = replace(settings, step_timeout=2.0)
     await until(lambda: not backend.is_healthy)
+    supervisor.settings = settings
     control.write_text("")
     assert "the engine stopped" in (await running)["error"]["message"]
     assert (await waiting)["usage"]["completion_tokens"] == 8
@@ -245,7 +249,7 @@ def test_many_answers_a_lost_front_and_a_slow_reader(
             text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
             assert text == expected[0]["message"]["content"]
 
-        control.write_text("slow 0.05")
+        control.write_text("slow 0.2")
         other = EngineLink(only(engines).state.address, lambda batch: None)
         add = add_message(1, engines.key, [6, 9], GenerationParams(240, ignore_eos=True))
         other.batch().adds.append(add)
@@ -285,7 +289,7 @@ def test_a_silent_front_is_forgotten() -> None:
         add = add_message(1, pool.key, [6, 9], GenerationParams(200, ignore_eos=True))
         assert pool.main is not None
         run = pool.main.engine.loop.run
-        pool.main.engine.loop.run = lambda: time.sleep(0.02) or run()  # type: ignore
+        pool.main.engine.loop.run = lambda: time.sleep(0.2) or run()  # type: ignore
         link.batch().adds.append(add)
         await until(lambda: any(b.outputs for b in batches))
         link._timer.cancel()
@@ -342,7 +346,7 @@ def test_one_of_two_replicas_is_killed(folder: Path, control: Path) -> None:
     async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
         await until(lambda: all(c.ready for c in engines.pool.connections.values()))
         expected = (await ask(client))["choices"]
-        control.write_text("slow 0.05")
+        control.write_text("slow 0.2")
         body = {"messages": HELLO, "temperature": 0, "stream": True} | LONG
         running = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(2)]
         await until(lambda: with_tokens(engines) == 2)
