@@ -54,7 +54,7 @@ def run_driver(engine: BacklogEngine) -> list[Exception]:
     driver = Driver(on_failure, lambda error: None)
     driver.slots.append(Slot(engine))  # type: ignore[arg-type]
     driver.start()
-    assert engine.done.wait(20)
+    assert engine.done.wait(60)
     driver.stop()
     return failures
 

@@ -62,7 +62,7 @@ def test_others_are_answered_while_an_engine_is_built(monkeypatch: pytest.Monkey
 
         def slow_build(key: Any) -> Any:
             builds.append(key)
-            assert go.wait(30)
+            assert go.wait(120)
             return build(key)
 
         monkeypatch.setattr(backend.engines.factory, "build_extra", slow_build)
@@ -70,7 +70,7 @@ def test_others_are_answered_while_an_engine_is_built(monkeypatch: pytest.Monkey
         waiting = [asyncio.create_task(ask(client, peagle={"k": 1})) for _ in range(3)]
         await until(lambda: builds)
         waiting[0].cancel()  # A client that leaves does not stop the build for the others.
-        answer = await asyncio.wait_for(ask(client), 20)
+        answer = await asyncio.wait_for(ask(client), 60)
         assert answer["choices"] == expected
         assert (await client.get("/health")).status_code == 200
         other = asyncio.create_task(ask(client, peagle={"k": 2}))
