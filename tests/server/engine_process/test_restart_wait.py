@@ -122,7 +122,7 @@ def test_they_wait_for_some_time(limit: str, monkeypatch: pytest.MonkeyPatch) ->
         reply = await client.post(CHAT, json={"messages": HELLO})
         assert reply.status_code == 503 and reply.headers["retry-after"] == "2"
         assert "started again" in reply.json()["error"]["message"]
-        assert 0.3 <= time.monotonic() - started < 30 and backend.engines.pool.waiting == 0
+        assert 0.3 <= time.monotonic() - started < 60 and backend.engines.pool.waiting == 0
 
     served(test, **changes)
 
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_and_a_server_that_stops() -> None:
         server.loop.call_soon_threadsafe(set_running, backend.engines, False)
         wait_for(lambda: not backend.is_healthy)
         connections = [raw_request(url, head, body) for _ in range(2)]
-        wait_for(lambda: pool.waiting == 2, 30)
+        wait_for(lambda: pool.waiting == 2)
         connections.pop().close()
         wait_for(lambda: pool.waiting == 1)
         server.handle_exit(signal.SIGTERM, None)

@@ -315,6 +315,7 @@ def test_a_pair_that_cannot_be_loaded_is_a_failure() -> None:
 
 def test_time_limit() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
+        front.engines.settings = SETTINGS  # The engine may accept a request late.
         with paused(front):
             error_of(await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4}), 504)
             reply = await client.post(TEXT, json={"prompt": "w6", "max_tokens": 4, "stream": True})
