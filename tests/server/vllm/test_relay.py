@@ -183,8 +183,9 @@ def test_metrics_are_vllms_and_some_of_the_gateway(live: Live) -> None:
 )
 def test_a_request_that_ends_vllm_gets_an_error(trouble: str, stream: bool, tmp_path: Path) -> None:
     """No more requests are sent to a dead vLLM, until it is started again."""
-    gateway = make_gateway(tmp_path, backoff=3.0)
+    gateway = make_gateway(tmp_path)
     with running_gateway(gateway) as (_, url):
+        (tmp_path / "crash").write_text("1")  # None is ready until the end of the checks.
         reply = post(url, trouble, stream=stream)
         assert reply.status_code == 503 and reply.headers["retry-after"] == "2", reply.text
         assert "the engine stopped during the answer" in reply.json()["error"]["message"]
@@ -194,8 +195,9 @@ def test_a_request_that_ends_vllm_gets_an_error(trouble: str, stream: bool, tmp_
             'peagle:engine_up{model_name="fake"} 0.0'
             in httpx.get(f"{url}/metrics", timeout=60).text
         )
+        (tmp_path / "crash").unlink()
         wait_for(lambda: is_ready(gateway))
-        assert gateway.process.restarts == 1 and gateway.in_flight == 0
+        assert gateway.process.restarts >= 1 and gateway.in_flight == 0
         assert post(url, "hello").status_code == 200
 
 
@@ -325,8 +327,7 @@ def test_a_first_start_that_fails_ends_the_server(code: int, tries: int, tmp_pat
     (tmp_path / "crash").write_text(str(code))
     gateway = make_gateway(tmp_path, backoff=0.05)
     with running_gateway(gateway, ready=False) as (server, _):
-        wait_for(lambda: server.failure)
-        assert server.should_exit
+        wait_for(lambda: server.should_exit)
         assert f"exit code {code}" in str(server.failure)
         assert "out of memory, more or less" in str(server.failure)
         assert gateway.process.restarts == tries - 1
@@ -405,24 +406,30 @@ def test_too_many_requests(tmp_path: Path) -> None:
         assert late[-1]["error"]["code"] == 504
 
 
-@pytest.mark.parametrize(("drain_seconds", "tokens"), [(60.0, 40), (0.2, 400)])
+@pytest.mark.parametrize(("drain_seconds", "tokens"), [(60.0, 40), (0.2, 4000)])
 def test_drain(drain_seconds: float, tokens: int, tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path, drain_seconds=drain_seconds)
-    replies: list[httpx.Response] = []
+    body = {"prompt": "slow", "stream": True, "max_tokens": tokens}
+    lines: list[str] = []
+
+    def read_answer(url: str) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+            for line in reply.iter_lines():
+                lines.append(line.removeprefix("data: "))
+
     with running_gateway(gateway) as (server, url):
-        thread = threading.Thread(
-            target=lambda: replies.append(post(url, "slow", stream=True, max_tokens=tokens))
-        )
+        thread = threading.Thread(target=read_answer, args=(url,))
         thread.start()
-        wait_for(lambda: gateway.in_flight == 1)
-        (request,) = gateway.drain.in_flight  # Its answer has begun before the exit.
-        wait_for(lambda: request._first_events)  # type: ignore[attr-defined]
+        wait_for(lambda: lines)  # The answer has begun before the exit.
         server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: gateway.drain.is_draining)
         thread.join(timeout=60)
         wait_for(lambda: server.should_exit)
-    events = chunks(replies[0])
-    assert len(events) == 40 if drain_seconds == 60 else events[-1]["error"]["code"] == 503
+    *events, end = [line for line in lines if line]
+    assert end == "[DONE]"
+    assert (
+        len(events) == 40 if drain_seconds == 60 else json.loads(events[-1])["error"]["code"] == 503
+    )
     assert not any(is_alive(pid) for pid in fake_pids(tmp_path))
 
 

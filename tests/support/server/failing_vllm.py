@@ -112,7 +112,7 @@ class FailingVllm:
             await self.stream(prompt, int(body.get("max_tokens", 5)), receive, send, last_event)
         else:
             if prompt.startswith("slow"):
-                await self.unless_disconnected(prompt, receive, asyncio.sleep(30))
+                await self.unless_disconnected(prompt, receive, asyncio.sleep(600))
             await reply_json(send, 200, {"body": body, "pid": os.getpid()})
 
     async def stream(
