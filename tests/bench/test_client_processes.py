@@ -135,7 +135,7 @@ def test_a_client_that_dies_is_named() -> None:
             with pytest.raises(
                 UserError, match=r"client 2 of 2 \(process \d+\) was killed by SIGK"
             ):
-                load.run(CellKey("x", "endpoint", 0, 4), some_jobs(40), lambda: None)
+                load.run(CellKey("x", "endpoint", 0, 4), some_jobs(400), lambda: None)
         finally:
             load.close()
     assert not any(process.is_alive() for process in load.processes.processes)

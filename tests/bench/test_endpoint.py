@@ -17,12 +17,13 @@ from tests.support.bench.benching import serving, some_jobs
 KEY = CellKey("x", "endpoint", 0, 3)
 
 
-def endpoint(url: str, warmup: int = 0, read: float = 10.0) -> EndpointRunner:
+def endpoint(url: str, warmup: int = 0, read: float = 60.0) -> EndpointRunner:
     return EndpointRunner(url, None, "secret", temperature=0.0, warmup=warmup, read_timeout=read)
 
 
 def test_what_is_sent_and_counted() -> None:
-    with serving(wait=0.02) as server:
+    first = (4, 5, 6)  # requests behind those of the warm-up
+    with serving(wait=0.02, together=first) as server:
         seen: list[int] = []
         run = endpoint(server.url, warmup=2).run(KEY, some_jobs(5, turns=2), lambda: seen.append(1))
     metrics = run.metrics()

@@ -230,7 +230,7 @@ def test_close_waits_for_the_step_of_another_thread() -> None:
 
     def slow(*args: Any) -> Any:
         in_step.set()
-        closing.wait(20)
+        closing.wait(60)
         time.sleep(0.1)  # So that `close` would release the KV cache before this pass.
         return decode(*args)
 
@@ -244,10 +244,10 @@ def test_close_waits_for_the_step_of_another_thread() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    in_step.wait(20)
+    in_step.wait(60)
     closing.set()
     engine.close()
-    thread.join(20)
+    thread.join(60)
     assert not errors and not engine.loop.run()  # A step after the release does nothing.
 
 

@@ -28,10 +28,10 @@ static void count_inner(void *runs, long i) {
     __atomic_add_fetch((int *)runs, i, __ATOMIC_RELAXED);
 }
 
-/* Wait until `gather` threads are here, for 20 seconds at most: then some have not come. */
+/* Wait until `gather` threads are here, for 120 seconds at most: then some have not come. */
 static void meet(struct job *job) {
     if (__atomic_add_fetch(&job->arrived, 1, __ATOMIC_SEQ_CST) > job->gather) return;
-    for (int i = 0; i < 20000; i++) {
+    for (int i = 0; i < 120000; i++) {
         if (__atomic_load_n(&job->arrived, __ATOMIC_SEQ_CST) >= job->gather) return;
         nanosleep(&(struct timespec){0, 1000000}, 0);
     }

@@ -34,7 +34,7 @@ def program(code: str) -> Submission:
     )
 
 
-def runs(code: str, sandbox: Sandbox | None = None, seconds: float = 20.0) -> bool:
+def runs(code: str, sandbox: Sandbox | None = None, seconds: float = 60.0) -> bool:
     return passes(program(code), seconds, sandbox)
 
 
@@ -76,7 +76,7 @@ def victim_process() -> Iterator[subprocess.Popen[bytes]]:
     nobody = NOBODY_ID if os.geteuid() == 0 else None
     interpreter = find_sandbox().interpreter
     victim = subprocess.Popen(
-        [interpreter, "-I", "-S", "-c", "import time\nprint(1, flush=True)\ntime.sleep(60)"],
+        [interpreter, "-I", "-S", "-c", "import time\nprint(1, flush=True)\ntime.sleep(600)"],
         stdout=subprocess.PIPE,
         env=dict(find_sandbox().environment),
         cwd="/",
