@@ -11,6 +11,12 @@ from peagle.learn.engine_load import LAYOUT, EngineLoad, EngineLoadWriter
 from peagle.learn.folder import LearnFolder
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load is not stale because the machine is busy."""
+    monkeypatch.setattr(engine_load, "STALE_SECONDS", 600.0)
+
+
 def test_the_load_of_engines(tmp_path: Path) -> None:
     folder = LearnFolder(tmp_path)
     assert EngineLoad.read_all(folder) == []

@@ -61,6 +61,6 @@ def test_a_server_learns_from_its_answers(tmp_path: Path) -> None:
     record = list_versions(folder)[0]  # The answers after the swap may be learned from, too.
     assert record.state == "promoted" and record.held_back is not None
     assert record.held_back.low > 1.01
-    assert status["current"]["number"] == 1
+    assert status["current"]["number"] >= 1
     assert traffic.sent >= 2 * len(answers())
     assert "peagle:learn_versions" in metrics
