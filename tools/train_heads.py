@@ -14,8 +14,8 @@ The seconds of each stage are options. In one run: the defaults. In two, for lon
         --answers 110,35,45 --p-eagle 215
     python -m tools.train_heads run ... --seconds 500 --stages eagle3,measure
 
-`--pair` chooses the recipe (heads_recipes.py). The stage `rungs` trains changes of the P-EAGLE
-recipe in turn, each for as many seconds, and prints their acceptance lengths (heads_rungs.py):
+`--pair` chooses the recipe (heads/recipes.py). The stage `rungs` trains changes of the P-EAGLE
+recipe in turn, each for as many seconds, and prints their acceptance lengths (heads/rungs.py):
 
     python -m tools.train_heads run ... --stages answers,rungs --rungs base,tree --rung-seconds 60
 
@@ -54,10 +54,10 @@ from peagle.train.features.features import FeatureSource
 from peagle.train.publish import publish
 from peagle.train.records import StepRecord
 from peagle.train.run import TrainRun
-from tools.heads_data import SMALL, Job, Size, bench_answers, prepare, stage, write_answers
-from tools.heads_measure import K, measure_set, new_replay
-from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS, stored_format
-from tools.heads_rungs import LONG, train_rungs
+from tools.heads.data import SMALL, Job, Size, bench_answers, prepare, stage, write_answers
+from tools.heads.measure import K, measure_set, new_replay
+from tools.heads.recipes import DEFAULT_PAIR, RECIPES, RUNGS, stored_format
+from tools.heads.rungs import LONG, train_rungs
 
 STAGES = ("bench", "answers", "p-eagle", "eagle3", "measure", "rungs")
 DEFAULT_STAGES = "answers,p-eagle,eagle3,measure"

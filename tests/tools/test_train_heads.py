@@ -21,11 +21,14 @@ from peagle.train.evaluation.acceptance import DraftReplay
 from peagle.train.features.features import FeatureSource
 from tests.support.bench.benching import tiny_folder, write_set
 from tests.support.models.tiny_models import MASK
-from tools import heads_data, heads_measure, heads_rungs, train_heads
-from tools.heads_data import Size
-from tools.heads_measure import answer_counts
-from tools.heads_recipes import DEFAULT_PAIR, RECIPES, RUNGS, Recipe, stored_bytes
-from tools.heads_rungs import context_table, rung_table
+from tools import train_heads
+from tools.heads import data as heads_data
+from tools.heads import measure as heads_measure
+from tools.heads import rungs as heads_rungs
+from tools.heads.data import Size
+from tools.heads.measure import answer_counts
+from tools.heads.recipes import DEFAULT_PAIR, RECIPES, RUNGS, Recipe, stored_bytes
+from tools.heads.rungs import context_table, rung_table
 
 TINY = Size(
     prompts=24,

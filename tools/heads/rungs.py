@@ -5,7 +5,7 @@ OUT/rungs/NAME.json its record. A rung that has a record is not repeated, and on
 resumes from its last state. A rung whose loss is not finite is reported in one line, and the next
 one begins. All rungs share the target, the documents and the cache of features.
 
-    python -m tools.heads_rungs RECORD    # the tables of a record, also of long contexts
+    python -m tools.heads.rungs RECORD    # the tables of a record, also of long contexts
 """
 
 import gc
@@ -27,9 +27,9 @@ from peagle.train.data.documents import Documents
 from peagle.train.publish import calibrate_drafter, new_passes
 from peagle.train.run import TrainRun
 from peagle.train.trainer import NonFiniteLoss, Progress
-from tools.heads_data import Job, stage
-from tools.heads_measure import TREE, K, answer_counts, new_replay, some_answers
-from tools.heads_recipes import RUNGS, stored_format
+from tools.heads.data import Job, stage
+from tools.heads.measure import TREE, K, answer_counts, new_replay, some_answers
+from tools.heads.recipes import RUNGS, stored_format
 
 # Seconds beside training: compiling and the first step; storing, calibrating, measuring the head.
 RUNG_OVERHEAD_SECONDS = 50.0

@@ -1,6 +1,6 @@
 """How the heads of each pair are trained, the rungs that are compared, and the sizes that result.
 
-python -m tools.heads_recipes    # bytes of every head of these recipes, in 4 and in 8 bits
+python -m tools.heads.recipes    # bytes of every head of these recipes, in 4 and in 8 bits
 """
 
 from dataclasses import dataclass

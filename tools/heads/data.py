@@ -24,7 +24,7 @@ from peagle.regenerate.prompts import Prompt, read_prompts, split_validation, wr
 from peagle.target import Target
 from peagle.train.data.documents import Documents
 from peagle.train.evaluation.benchmark_answers import answer_tasks
-from tools.heads_recipes import Recipe
+from tools.heads.recipes import Recipe
 
 VALIDATION = 200  # prompts
 PROMPTS_FILE = "prompts.jsonl.gz"
