@@ -8,6 +8,6 @@ import pytest
 
 @pytest.fixture
 def no_curves() -> Iterator[None]:
-    """Training draws no picture of its curves: that takes a second."""
+    """Skip drawing the training curves, which takes a second."""
     with patch("peagle.train.journal.draw_curves"):
         yield

@@ -1,6 +1,4 @@
-"""One flat config: read from YAML, TOML and --set, refused where it is wrong, written with every
-key.
-"""
+"""The flat training config: reading YAML, TOML and --set, validation, and writing every key."""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -39,7 +37,7 @@ EXPECTED = {
 }
 
 
-def written(path: Path, text: str) -> Path:
+def write_config(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
 
@@ -48,20 +46,20 @@ def written(path: Path, text: str) -> Path:
     ("name", "text"), [("a.yaml", YAML), ("a.yml", YAML), ("a.toml", TOML + "steps = 1000\n")]
 )
 def test_yaml_and_toml(tmp_path, name: str, text: str):
-    config = read_config(written(tmp_path / name, text))
+    config = read_config(write_config(tmp_path / name, text))
     assert asdict(config) == asdict(TrainConfig()) | EXPECTED
     assert all(type(getattr(config, key)) is type(value) for key, value in EXPECTED.items())
 
 
-def test_nothing_given_is_the_defaults(tmp_path):
+def test_empty_input_gives_the_defaults(tmp_path):
     assert (
         read_config(None)
         == TrainConfig()
-        == read_config(written(tmp_path / "a.yaml", "# nothing\n"))
+        == read_config(write_config(tmp_path / "a.yaml", "# nothing\n"))
     )
 
 
-def test_set_takes_text_and_wins(tmp_path):
+def test_set_options_override_the_file(tmp_path):
     texts = {
         "k": "7",
         "lr": "1e-3",
@@ -70,7 +68,7 @@ def test_set_takes_text_and_wins(tmp_path):
         "method": "p-eagle",
         "out": "x",
     }
-    config = read_config(written(tmp_path / "a.yaml", YAML), texts)
+    config = read_config(write_config(tmp_path / "a.yaml", YAML), texts)
     assert (config.k, config.lr, config.remember, config.aux_layer_ids) == (
         7,
         1e-3,
@@ -81,8 +79,8 @@ def test_set_takes_text_and_wins(tmp_path):
     assert read_config(None, {"aux_layer_ids": ""}).aux_layer_ids == ()
 
 
-def test_an_unknown_key_names_the_nearest(tmp_path):
-    path = written(tmp_path / "a.yaml", "learning_rate: 1\n")
+def test_an_unknown_key_suggests_the_nearest(tmp_path):
+    path = write_config(tmp_path / "a.yaml", "learning_rate: 1\n")
     with pytest.raises(UserError, match=r"unknown key 'learning_rate' in .*a\.yaml"):
         read_config(path)
     with pytest.raises(UserError, match=r"unknown key 'pack_token' in the options.*'pack_tokens'"):
@@ -158,7 +156,7 @@ def test_wrong_values(wrong: dict):
         TrainConfig(**wrong)
 
 
-def test_a_draft_vocabulary_of_its_own():
+def test_draft_vocab_minus_one_keeps_that_of_init():
     assert TrainConfig(init="folder", draft_vocab=-1).continues
     with pytest.raises(UserError, match="draft_vocab is -2"):
         TrainConfig(init="folder", draft_vocab=-2)
@@ -170,19 +168,19 @@ def test_muon_needs_whole_matrices():
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n", "k: [1\n", "k: 1\n  lr: 2\n"])
-def test_files_that_hold_no_config(tmp_path, text: str):
-    path = written(tmp_path / "a.yaml", text)
+def test_files_without_a_config(tmp_path, text: str):
+    path = write_config(tmp_path / "a.yaml", text)
     with pytest.raises(UserError, match=r"a\.yaml"):
         read_config(path)
 
 
-def test_no_file_and_a_folder(tmp_path):
+def test_missing_and_unreadable_files(tmp_path):
     with pytest.raises(UserError, match="print-config"):
         read_config(tmp_path / "none.yaml")
     with pytest.raises(UserError, match="cannot read"):
         read_config(tmp_path)
     with pytest.raises(UserError, match="cannot read"):
-        read_config(written(tmp_path / "a.toml", "k = \n"))
+        read_config(write_config(tmp_path / "a.toml", "k = \n"))
 
 
 def test_the_logged_k_is_at_most_k_unless_it_is_given():
@@ -196,14 +194,14 @@ LONG = ", ".join(f"a folder/with words {i}: and # signs" for i in range(12))
 @pytest.mark.parametrize(
     "data", ["", "plain", LONG, "'quoted' \"twice\"", "yes", "1e5", "tab\tand\nline"]
 )
-def test_as_yaml_comes_back(tmp_path, data: str):
+def test_yaml_round_trip(tmp_path, data: str):
     config = TrainConfig(
         data=data, aux_layer_ids=(2, 5, 9), remember=False, lr=1.5e-5, target="~/models/x"
     )
-    assert read_config(written(tmp_path / "a.yaml", to_yaml(config))) == config
+    assert read_config(write_config(tmp_path / "a.yaml", to_yaml(config))) == config
 
 
-def test_as_yaml_shows_every_key():
+def test_yaml_has_every_key_and_its_doc():
     text = to_yaml(TrainConfig())
     assert list(yaml.safe_load(text)) == [f.name for f in fields(TrainConfig)]
     for f in fields(TrainConfig):

@@ -1,4 +1,4 @@
-"""Training on a GPU against training on a CPU: compiled, flex attention, packed and remembered
+"""Training on a GPU gives the losses of a CPU: compiled, with flex attention and packed or cached
 features.
 """
 
@@ -18,7 +18,7 @@ from peagle.train.records import StepRecord
 from peagle.train.setup import load_training_data
 from peagle.train.trainer import Trainer
 from tests.support.models.tiny_models import AUX, make_target
-from tests.support.train.training import RUNGS, some_config, some_pack, write_answers
+from tests.support.train.training import EXTENSIONS, some_config, some_pack, write_answers
 
 pytestmark = pytest.mark.gpu
 
@@ -39,14 +39,14 @@ def losses(
 
 
 LONG = {"sliding_window": 64, "joined": 1.0, "loss": "lk"}
-WAYS = [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}, LONG]
+VARIANTS = [{}, {"optimizer": "muon"}, {"segments": 2}, {"compile": False}, LONG]
 
 
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        *((method, way) for method in ("p-eagle", "eagle3") for way in WAYS),
-        *(("p-eagle", rung) for rung in RUNGS.values()),
+        *((method, variant) for method in ("p-eagle", "eagle3") for variant in VARIANTS),
+        *(("p-eagle", extension) for extension in EXTENSIONS.values()),
     ],
     ids=str,
 )

@@ -1,5 +1,5 @@
-"""All stages in one: the choose_recipe fits the hardware, what is published is small, measured
-and has a model_card.
+"""`peagle make-drafter`: all stages, the recipe that fits the hardware, and the published folder
+with its model card.
 """
 
 import json
@@ -61,7 +61,7 @@ def make(folder: Path, out: Path, *more: str) -> str:
     return done.output
 
 
-def test_every_stage_and_again(folder: Path, tmp_path: Path) -> None:
+def test_every_stage_and_a_second_run(folder: Path, tmp_path: Path) -> None:
     text = make(folder, tmp_path / "out", "--set", "held_out=4")
     assert "acceptance length" in text
     published = tmp_path / "out" / "p-eagle" / "published"
@@ -99,13 +99,13 @@ def test_no_answers_are_added_after_training_has_started(folder: Path, tmp_path:
     assert (out / "answers" / "answers.jsonl").read_text() == answers
 
 
-def test_the_card_has_the_numbers_as_given() -> None:
+def test_the_card_shows_numbers_as_given() -> None:
     numbers = {"limit": 1_234_567, "invent": 0, "answer-minutes": None, "epochs": 6.5}
     assert card_command("x", numbers, ["k=7"]) == "x --limit 1234567 --epochs 6.5 --set k=7"
 
 
-def test_the_clock_limits_the_answers(folder: Path, tmp_path: Path) -> None:
-    """It is over when the first answers begin, so that training finds none."""
+def test_answer_minutes_limits_the_answers(folder: Path, tmp_path: Path) -> None:
+    """The time limit expires before the first answer, so training finds no answers."""
     words = ["make-drafter", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
     words += ["--out", str(tmp_path / "out"), "--set", "layers=1", "--answer-minutes"]
     done = CliRunner().invoke(app, [*words, "1e-9"])
@@ -115,7 +115,7 @@ def test_the_clock_limits_the_answers(folder: Path, tmp_path: Path) -> None:
         assert refused.exit_code == 2 and "use more than 0" in refused.output
 
 
-def test_the_pack_fits_the_memory() -> None:
+def test_pack_size_and_recipe_fit_the_memory() -> None:
     target = make_target()
     assert choose_pack_tokens(target, None) == 1024
     sizes = [choose_pack_tokens(target, int(gb * 1e9)) for gb in (0.01, 0.5, 2, 140)]
@@ -171,21 +171,24 @@ def test_bad_input(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-def test_jumping_equals_decoding(method: str) -> None:
-    """Up to drafts behind the end of an answer, which only decoding can count."""
+def test_offline_acceptance_equals_decoding(method: str) -> None:
+    """The results differ only in drafts past the end of an answer, which decoding alone counts."""
     target = make_chat_target()
     drafter = make_drafter(target, method, 1)
     pair = Pair("tiny", TargetSource(("folder",)), {method: DrafterSource()}, method, 3)
     loaded = LoadedPair(pair, target, {method: drafter})
     tasks = {"a": [Task(str(i), [f"w{5 + i} w{50 + i}", f"w{60 + i}"]) for i in range(4)]}
     settings = EvaluateSettings((2, 3), (0.0,), method, max_tokens=20)
-    decoded, jumped = evaluate(loaded, tasks, settings), offline_acceptance(loaded, tasks, settings)
-    for mine, theirs in zip(jumped.results, decoded.results, strict=True):
+    decoded, offline = (
+        evaluate(loaded, tasks, settings),
+        offline_acceptance(loaded, tasks, settings),
+    )
+    for mine, theirs in zip(offline.results, decoded.results, strict=True):
         assert (mine.k, mine.set, mine.drafts) == (theirs.k, theirs.set, theirs.drafts)
         assert theirs.accepted - 8 * mine.k <= mine.accepted <= theirs.accepted
 
 
-def test_the_card_tells_what_differs() -> None:
+def test_the_card_lists_settings_that_differ_from_the_defaults() -> None:
     drafter = make_drafter(make_target(), "p-eagle", 2).config
     results = [
         {

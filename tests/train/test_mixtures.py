@@ -37,7 +37,7 @@ def settings(*more: str) -> list[str]:
     return [part for word in (*SMALL.split(), *more) for part in ("--set", word)]
 
 
-def evaluated(folder: Path, target: Path, drafter: Path) -> Any:
+def evaluate(folder: Path, target: Path, drafter: Path) -> Any:
     lines = [json.dumps({"id": i, "turns": [f"w{7 + i} w{40 + i}"]}) for i in range(3)]
     (folder / "gsm8k.jsonl").write_text("\n".join(lines))
     words = ("--data", folder, "--set", "gsm8k", "-k", 3, "--max-tokens", 12, "--json")
@@ -54,11 +54,11 @@ def test_make_drafter(kind: str, tmp_path: Path) -> None:
     assert "acceptance length" in text
     published = tmp_path / "out" / "p-eagle" / "published"
     assert "| steps |" in (published / "README.md").read_text()
-    [result] = evaluated(tmp_path, target, published)["results"]
+    [result] = evaluate(tmp_path, target, published)["results"]
     assert result["tasks"] == 3 and result["drafts"] > 0 and result["acceptance_length"] >= 1
 
 
-def captured_features(folder: Path, target: Target, where: Path) -> Path:
+def capture_features(folder: Path, target: Target, where: Path) -> Path:
     data = write_answers(target, folder / "answers.jsonl", count=16, tokens=12)
     out = folder / "captured"
     layers = ",".join(str(layer) for layer in AUX)
@@ -74,7 +74,7 @@ def test_capture_train_and_evaluate(kind: str, tmp_path: Path) -> None:
     target = load_target(where, torch.float32, "cpu")
     layer: Any = target.layers[0]
     assert isinstance(layer.mlp.experts, StoredExperts) == (kind == "mxfp4")
-    captured = captured_features(tmp_path, target, where)
+    captured = capture_features(tmp_path, target, where)
     out = tmp_path / "out"
     options = ("log_every=1", "steps=12", "lr=0.01", f"data={captured}", f"out={out}")
     run("train", *settings(f"target={where}", *options))
@@ -82,5 +82,5 @@ def test_capture_train_and_evaluate(kind: str, tmp_path: Path) -> None:
     values = [record["loss"] for record in records if "loss" in record]
     assert sum(values[-4:]) < 0.98 * sum(values[:4])
     assert checkpoint.load(out / "drafter", target, torch.float32).config.trained
-    found = evaluated(tmp_path, where, out / "drafter")
-    assert found["trained"] and found["results"][0]["drafts"] > 0
+    report = evaluate(tmp_path, where, out / "drafter")
+    assert report["trained"] and report["results"][0]["drafts"] > 0

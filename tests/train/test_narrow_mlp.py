@@ -17,7 +17,7 @@ from tests.support.train.training import make_run, prompts, some_answers, some_c
 WIDTH = 24
 
 
-def test_it_gets_the_largest_channels(target: Target) -> None:
+def test_it_is_initialized_with_the_largest_channels(target: Target) -> None:
     drafter = make_drafter(target, "p-eagle", 1, intermediate_size=WIDTH)
     mlp, source = drafter.layers[0].mlp, target.layers[-1].mlp
     wide = source.gate_proj.weight.shape[0]

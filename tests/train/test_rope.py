@@ -1,4 +1,4 @@
-"""Training for one context: features, captures and answers have the RoPE of that context."""
+"""Training for a given context: features, captures and answers use the RoPE of that context."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_rope_target("phi3", tmp_path_factory.mktemp("phi3"))
 
 
-def captured(target: Target, out: Path, data: Path) -> Path:
+def capture_features(target: Target, out: Path, data: Path) -> Path:
     Capture(target, read_documents([data], target, 128), out, SETTINGS).run()
     return out
 
@@ -47,7 +47,7 @@ def captured(target: Target, out: Path, data: Path) -> Path:
 def test_a_capture_keeps_its_context(context: int | None, tmp_path: Path) -> None:
     target = rope_target("phi3", context)
     data = write_answers(target, tmp_path / "answers.jsonl", count=4, tokens=12)
-    out = captured(target, tmp_path / "capture", data)
+    out = capture_features(target, tmp_path / "capture", data)
     stored = StoredTarget(out, torch.float32, "cpu")
     assert (stored.context, stored.rope_context) == (target.context, target.context)
     assert rope_drafter(stored).config.rope == rope_drafter(target).config.rope
@@ -60,11 +60,11 @@ def test_a_capture_keeps_its_context(context: int | None, tmp_path: Path) -> Non
         Capture(other, read_documents([data], other, 128), out, SETTINGS)
 
 
-def test_a_capture_of_several_lengths_is_refused(tmp_path: Path) -> None:
-    """Earlier versions wrote no context, and features as transformers computes them."""
+def test_a_capture_without_a_context_is_refused(tmp_path: Path) -> None:
+    """Earlier versions stored no context, and features with the RoPE of each pass."""
     target = rope_target("phi3")
     data = write_answers(target, tmp_path / "answers.jsonl", count=2, tokens=9)
-    out = captured(target, tmp_path / "capture", data)
+    out = capture_features(target, tmp_path / "capture", data)
     record = json.loads((out / "capture.json").read_text())
     del record["context"]
     (out / "capture.json").write_text(json.dumps(record))
@@ -111,7 +111,7 @@ def test_commands_take_a_context(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_server_loads_for_its_context(folder: Path) -> None:
-    """Side engines have the context of the server, too."""
+    """Extra engines have the context of the server, too."""
     settings = ServerSettings(
         pair=str(folder), device="cpu", dtype="float32", method="none", context=40, max_batch=2
     )

@@ -1,4 +1,4 @@
-"""`peagle train` as a user meets it: config, plan, dry run, an interrupt, a resume."""
+"""The command `peagle train`: config, plan, dry run, interrupt and resume."""
 
 import json
 import os
@@ -54,12 +54,12 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     assert read_config(tmp_path / "c.yaml").lr == 0.5
 
 
-def test_plan_stops_there(folder: Path, tmp_path: Path) -> None:
+def test_plan_does_not_train(folder: Path, tmp_path: Path) -> None:
     done = train(*options(folder, tmp_path / "out"), "--plan")
     assert done.exit_code == 0 and "GB of memory" in done.output and not (tmp_path / "out").exists()
 
 
-def test_plan_ends_with_the_clock(folder: Path, tmp_path: Path) -> None:
+def test_plan_shows_the_time_limit(folder: Path, tmp_path: Path) -> None:
     more = ("steps=1000000000", "minutes=2")
     assert "free; 2 minutes" in train(*options(folder, tmp_path / "out", *more), "--plan").output
 
@@ -101,7 +101,7 @@ def test_an_interrupt_keeps_the_steps_done(folder: Path, tmp_path: Path) -> None
 
 
 def test_the_draft_vocabulary_of_the_drafter_in_init(folder: Path, tmp_path: Path) -> None:
-    """Other documents would choose another one."""
+    """Without `draft_vocab=-1`, other documents give another draft vocabulary."""
     lines = (folder / "answers.jsonl").read_text().splitlines()
     (tmp_path / "few.jsonl").write_text("\n".join(lines[:6]))
     few = f"data={tmp_path / 'few.jsonl'}"
@@ -120,7 +120,7 @@ def test_the_draft_vocabulary_of_the_drafter_in_init(folder: Path, tmp_path: Pat
     assert checkpoint.read(tmp_path / "dry" / "drafter").tensors["target_ids"].tolist() == ids
 
 
-def test_other_documents_are_not_trained_on_further(folder: Path, tmp_path: Path) -> None:
+def test_resuming_with_other_documents_is_refused(folder: Path, tmp_path: Path) -> None:
     words = options(folder, tmp_path / "out")
     train(*words, "--stop-after", "0")
     lines = (folder / "answers.jsonl").read_text().splitlines()
@@ -143,6 +143,8 @@ def test_other_documents_are_not_trained_on_further(folder: Path, tmp_path: Path
         ("epochs=inf", "epochs"),
     ],
 )
-def test_bad_input_is_one_line(folder: Path, tmp_path: Path, word: str, message: str) -> None:
+def test_bad_input_is_reported_without_a_traceback(
+    folder: Path, tmp_path: Path, word: str, message: str
+) -> None:
     done = train(*options(folder, tmp_path / "out", word))
     assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output

@@ -1,6 +1,4 @@
-"""What a run leaves behind: list_states that survive a full disk, a log without lost steps,
-curves and events.
-"""
+"""Files of a training run: states that survive a full disk, the log, curves and events."""
 
 import json
 from dataclasses import asdict
@@ -17,7 +15,7 @@ from peagle.train.state import RunState, check_same_run, list_states
 from tests.support.train.training import config_in, start, train
 
 
-def test_two_states_are_kept(tmp_path):
+def test_the_newest_two_states_are_kept(tmp_path):
     trainer = start(config_in(tmp_path, save_every=2))
     train(trainer)
     folder = trainer.out / "state"
@@ -62,13 +60,13 @@ def test_a_full_disk_leaves_the_old_state(error: Exception, tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"cannot write .*step-00000006.*step-00000003"):
         train(trainer)
     assert [path.name for path in (trainer.out / "state").iterdir()] == ["step-00000003.pt"], (
-        "no half file either"
+        "a partly written state is left"
     )
     again = start(config_in(tmp_path, steps=6))
     assert again.resume() and again.step == 3
 
 
-def test_the_journal_forgets_what_is_run_again(tmp_path):
+def test_the_journal_drops_records_after_the_resumed_step(tmp_path):
     lines = [
         asdict(StepRecord(1, 3.0)),
         asdict(StepRecord(2, 2.0)),

@@ -1,6 +1,4 @@
-"""A run: it learns, goes on where it was stopped to the bit, and stops with a word where it
-must.
-"""
+"""The trainer: runs learn, resume bit for bit, and stop with an error at invalid values."""
 
 import itertools
 import math
@@ -41,8 +39,8 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def spoil(trainer: Trainer, call: int, do: Callable[[Tensor], Tensor]) -> None:
-    """Features as they are, but what `do` makes of them at one call (from 1)."""
+def change_features(trainer: Trainer, call: int, do: Callable[[Tensor], Tensor]) -> None:
+    """Apply `do` to the taps of one call of the features; calls count from 1."""
     plain, calls = trainer.features, itertools.count(1)
 
     def features(batch: Any) -> Any:
@@ -52,15 +50,13 @@ def spoil(trainer: Trainer, call: int, do: Callable[[Tensor], Tensor]) -> None:
     trainer.features = features  # type: ignore[assignment]
 
 
-def killed(g: Tensor) -> Tensor:
+def interrupt(g: Tensor) -> Tensor:
     raise InterruptedError
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_it_learns(method: Method, tmp_path):
-    """The loss falls, and what is served with it, the acceptance length on prompts never seen,
-    rises.
-    """
+    """The loss falls, and the acceptance length on held-out prompts rises."""
     config = config_in(
         tmp_path, method=method, pack_tokens=384, k=4, steps=40, lr=1e-2, eval_k=3, held_out=6
     )
@@ -74,15 +70,15 @@ def test_it_learns(method: Method, tmp_path):
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
-    """Stopped after every step of the first three, then killed at the sixth: as if nothing had
-    happened.
+def test_resuming_is_bit_exact(optimizer: str, method: Method, tmp_path):
+    """A run that is stopped after each of three steps and interrupted in the sixth gives the
+    losses and weights of an uninterrupted run.
     """
     settings = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
     settings["convolution"] = method == "p-eagle"  # has a learning rate of its own
     settings |= {"bits": 4, "rounded": 0.9}  # from the second step on
-    whole = start(config_in(tmp_path / "whole", **settings))
-    straight = train(whole)
+    uninterrupted = start(config_in(tmp_path / "uninterrupted", **settings))
+    expected_entries = train(uninterrupted)
     config = config_in(tmp_path / "parts", **settings)
     for step in range(3):
         trainer = start(config)
@@ -90,21 +86,19 @@ def test_resumed_to_the_bit(optimizer: str, method: Method, tmp_path):
         train(trainer, stop_after=0)
     trainer = start(config)
     trainer.resume()
-    spoil(trainer, 2 * 2 + 2, killed)  # in the second pack of the sixth step
+    change_features(trainer, 2 * 2 + 2, interrupt)  # in the second pack of the sixth step
     with pytest.raises(InterruptedError):
         train(trainer)
     trainer = start(config)
-    assert trainer.resume() and trainer.step == 3, (
-        "of the steps since the last state nothing is left"
-    )
+    assert trainer.resume() and trainer.step == 3, "the run must resume from the state of step 3"
     entries = train(trainer)
-    assert losses(entries) == losses(straight) and len(losses(entries)) == 8
-    assert_same(weights(trainer), weights(whole))
-    one, two = (checkpoint.read(t.out / "drafter").tensors for t in (trainer, whole))
+    assert losses(entries) == losses(expected_entries) and len(losses(entries)) == 8
+    assert_same(weights(trainer), weights(uninterrupted))
+    one, two = (checkpoint.read(t.out / "drafter").tensors for t in (trainer, uninterrupted))
     assert_same(one, two)
 
 
-def test_a_finished_run_has_nothing_left_to_do(tmp_path):
+def test_a_finished_run_trains_no_more_steps(tmp_path):
     train(start(config_in(tmp_path)))
     trainer = start(config_in(tmp_path))
     assert trainer.resume() and trainer.step == 8
@@ -128,15 +122,15 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_another_config_is_refused_by_name(key: str, tmp_path):
+def test_a_changed_option_is_refused_by_name(key: str, tmp_path):
     train(start(config_in(tmp_path, steps=2)))
     trainer = start(config_in(tmp_path, steps=2, **{key: CHANGES[key]}))
     with pytest.raises(UserError, match=f"was started with {key} = "):
         trainer.resume()
 
 
-def test_a_state_of_before_an_option_was_there(tmp_path):
-    """It goes on without the option, and is refused with it."""
+def test_a_state_without_a_newer_option(tmp_path):
+    """The run resumes without the new option, and is refused with it."""
     train(start(config_in(tmp_path, steps=2)))
     for path in list_states(tmp_path / "run" / "state"):
         state = torch.load(path, weights_only=True)
@@ -147,9 +141,9 @@ def test_a_state_of_before_an_option_was_there(tmp_path):
         start(config_in(tmp_path, steps=2, dependency=8)).resume()
 
 
-def test_what_changes_no_result_may_change(tmp_path):
-    whole = start(config_in(tmp_path / "whole"))
-    train(whole)
+def test_options_without_effect_on_results_may_change(tmp_path):
+    uninterrupted = start(config_in(tmp_path / "uninterrupted"))
+    train(uninterrupted)
     train(start(config_in(tmp_path)), stop_after=0)
     free = {
         "segments": 2,
@@ -162,14 +156,14 @@ def test_what_changes_no_result_may_change(tmp_path):
     trainer = start(config_in(tmp_path, **free))
     assert trainer.resume()
     train(trainer)
-    for name, weight in weights(whole).items():
+    for name, weight in weights(uninterrupted).items():
         torch.testing.assert_close(weights(trainer)[name], weight, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
-def test_a_loss_that_is_no_number_stops(log_every: int, tmp_path):
+def test_a_nan_loss_stops_the_run(log_every: int, tmp_path):
     trainer = start(config_in(tmp_path, log_every=log_every))
-    spoil(trainer, 5, lambda g: g * float("nan"))
+    change_features(trainer, 5, lambda g: g * float("nan"))
     key = trainer.dataset.document_keys(4)[0]
     with pytest.raises(UserError, match=rf"the loss of step 4 is nan: stopped.*{key}"):
         train(trainer)
@@ -179,8 +173,8 @@ def test_a_loss_that_is_no_number_stops(log_every: int, tmp_path):
     assert all(weight.isfinite().all() for weight in weights(again).values())
 
 
-def test_a_gradient_that_is_no_number_is_not_saved(tmp_path):
-    """The loss is still finite then, the weights no longer."""
+def test_weights_after_a_nan_gradient_are_not_saved(tmp_path):
+    """The loss of that step is still finite, but the weights are not."""
     trainer = start(config_in(tmp_path))
     trainer.drafter.fc.weight.register_hook(
         lambda grad: grad * float("nan") if trainer.step == 2 else grad
@@ -195,7 +189,7 @@ def test_trained_embeddings_are_stored(tmp_path):
     before = target.embedding.clone()
     trainer = start(config_in(tmp_path, train_embeddings=True))
     train(trainer)
-    assert torch.equal(target.embedding, before), "the target's own table stays as it was"
+    assert torch.equal(target.embedding, before), "training changed the target's own embeddings"
     drafter = checkpoint.load(trainer.out / "drafter", target, torch.float32)
     moved = (trainer.drafter.embed_tokens.detach() - before).abs().amax(1)
     assert moved.max() > 1e-3
@@ -206,14 +200,14 @@ def test_trained_embeddings_are_stored(tmp_path):
     folder = shutil.copytree(trainer.out / "drafter", tmp_path / "learned")
     again = start(config_in(tmp_path / "again", init=str(folder), steps=1))
     assert torch.equal(again.drafter.embed_tokens, drafter.embed_tokens), (
-        "going on from it keeps what it learned"
+        "a continued run starts with other embeddings"
     )
     plain = start(config_in(tmp_path / "plain", steps=1))
     train(plain)
     assert "embed_tokens.weight" not in checkpoint.read(plain.out / "drafter").stored
 
 
-def test_going_on_from_a_drafter(tmp_path):
+def test_a_run_continues_from_a_drafter(tmp_path):
     first = start(config_in(tmp_path))
     train(first)
     folder = shutil.copytree(first.out / "drafter", tmp_path / "first")
@@ -226,32 +220,32 @@ def test_going_on_from_a_drafter(tmp_path):
         start(config_in(tmp_path / "other", init=str(folder), layers=2))
 
 
-def test_a_run_of_minutes_ends_with_its_learning_rate(tmp_path, monkeypatch):
-    """A step takes a second, the first one, which compiles, a minute; there are steps for hours."""
+def test_the_schedule_of_a_timed_run_ends_with_its_time(tmp_path, monkeypatch):
+    """The first step, which compiles, takes a minute; later ones take a second each."""
     trainer = start(config_in(tmp_path, steps=10_000, minutes=0.5, final_lr=0.0, log_every=1))
-    spent = [0.0]
+    elapsed = [0.0]
     plain = trainer._train_step
 
     def step(batches: Any) -> Any:
         sums = plain(batches)
-        spent[0] += 60 if trainer.step == 0 else 1
+        elapsed[0] += 60 if trainer.step == 0 else 1
         return sums
 
     monkeypatch.setattr(trainer, "_train_step", step)
-    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: spent[0])
+    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: elapsed[0])
     entries = [entry for entry in train(trainer) if "lr" in entry]
     assert trainer.step == 31
     assert entries[-1]["lr"] < 0.02 * trainer.config.lr < entries[15]["lr"]
     assert (trainer.out / "drafter").is_dir()
     again = start(config_in(tmp_path, steps=10_000, minutes=0.5, final_lr=0.0))
     assert again.resume() and again.train(Journal(again.out, again.step), print)
-    assert again.step == 31, "its time is over"
+    assert again.step == 31, "the time was used up before the run resumed"
 
 
-def test_a_resumed_run_of_minutes_keeps_its_clock(tmp_path, monkeypatch):
-    """The first step, which takes a minute, does not count after resuming; evaluations do."""
-    spent = [0.0]
-    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: spent[0])
+def test_a_resumed_timed_run_keeps_its_clock(tmp_path, monkeypatch):
+    """After resuming, the first step, which compiles, does not count; evaluations do."""
+    elapsed = [0.0]
+    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: elapsed[0])
 
     def begin() -> Trainer:
         config = config_in(tmp_path, steps=10_000, minutes=10, eval_every=2, log_every=1)
@@ -259,11 +253,11 @@ def test_a_resumed_run_of_minutes_keeps_its_clock(tmp_path, monkeypatch):
         plain = trainer._train_step
 
         def step(batches: Any) -> Any:
-            spent[0] += 60 if trainer.clock_start == math.inf else 1
+            elapsed[0] += 60 if trainer.clock_start == math.inf else 1
             return plain(batches)
 
         def evaluate(journal: Journal) -> None:
-            spent[0] += 20
+            elapsed[0] += 20
 
         monkeypatch.setattr(trainer, "_train_step", step)
         monkeypatch.setattr(trainer, "evaluate", evaluate)
@@ -282,7 +276,7 @@ def test_a_resumed_run_of_minutes_keeps_its_clock(tmp_path, monkeypatch):
     assert second.resume() and second._clock() == 62, "a state of an older version"
 
 
-def test_a_drafter_that_is_continued_keeps_its_window(tmp_path):
+def test_a_continued_drafter_keeps_its_window(tmp_path):
     first = start(config_in(tmp_path, sliding_window=64, steps=1))
     train(first)
     folder = shutil.copytree(first.out / "drafter", tmp_path / "first")
@@ -297,8 +291,8 @@ def test_a_drafter_that_is_continued_keeps_its_window(tmp_path):
 @pytest.mark.parametrize(
     "more", [{"max_anchors": 30}, {"max_anchors": 30, "method": "eagle3"}, {"k": 1, "eval_k": 1}]
 )
-def test_other_ways_to_run(more: dict, tmp_path):
-    """Fixed shapes; only one depth."""
+def test_fixed_shapes_and_one_depth(more: dict, tmp_path):
+    """Fixed shapes (`max_anchors`), and a single depth."""
     trainer = start(config_in(tmp_path, **more))
     entries = train(trainer)
     assert losses(entries)[-1] < losses(entries)[0] and trainer.step == 8
@@ -306,9 +300,7 @@ def test_other_ways_to_run(more: dict, tmp_path):
 
 @pytest.mark.parametrize("loss", ["tv", "tvmix", "lk", "length", "dpace", "tree"])
 def test_other_losses_learn(loss: str, tmp_path):
-    """The acceptance length rises whichever is minimized, also where only some anchors have
-    chains.
-    """
+    """The acceptance length rises with every loss, also if only some anchors have chains."""
     more = {
         "pack_tokens": 192,
         "k": 4,

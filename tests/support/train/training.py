@@ -29,7 +29,7 @@ from peagle.train.trainer import Trainer
 from tests.support.built_once import built_once
 from tests.support.models.tiny_models import AUX, MASK, make_target
 
-# tokens of a document, first token of its answer
+# Documents: number of tokens, and the first token of the answer.
 LENGTHS = ((40, 5), (1, 0), (2, 0), (70, 20), (5, 3), (3, 0))
 
 
@@ -67,7 +67,7 @@ def some_features(packed: PackedDocuments, d: int = 32, taps: int = 3) -> PackFe
 def write_answers(target: Target, path: Path, count: int = 60, tokens: int = 40) -> Path:
     """Greedy answers of the target to random prompts, as `peagle regenerate` writes them."""
     ids = torch.tensor(np.random.default_rng(0).integers(6, 96, (count, 4)))
-    for _ in range(tokens):  # all of them at once
+    for _ in range(tokens):  # One token of all answers.
         newest = target.model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
         ids = torch.cat([ids, newest[:, None]], 1)
     with path.open("w") as file:
@@ -108,7 +108,7 @@ def make_run(target: Target, config: TrainConfig, world: World = World()) -> Tra
 def train(trainer: Trainer, **more: float) -> list[dict]:
     """Train to the end or for `stop_after` seconds; return the records of the journal.
 
-    No picture of the curves is drawn: that takes a second.
+    The curves are not drawn, which would take a second.
     """
     journal = Journal(trainer.out, trainer.step, trainer.world.is_main)
     with patch("peagle.train.journal.draw_curves"):
@@ -119,7 +119,7 @@ def train(trainer: Trainer, **more: float) -> list[dict]:
 @dataclass(frozen=True)
 class Trained:
     target: Target
-    drafter: Drafter  # as it comes back from its folder
+    drafter: Drafter  # loaded from its folder
     data: Path
     entries: list[dict]
 
@@ -134,7 +134,7 @@ def some_answers() -> tuple[Target, Path]:
 
 
 # Extensions of a plain drafter.
-RUNGS: dict[str, dict[str, int | bool]] = {
+EXTENSIONS: dict[str, dict[str, int | bool]] = {
     "inject": {"inject": True},
     "bidirectional": {"bidirectional": True},
     "dependency": {"dependency": 8},
@@ -152,16 +152,16 @@ RUNGS: dict[str, dict[str, int | bool]] = {
 
 
 # Extensions of EAGLE-3.
-EAGLE3_RUNGS: dict[str, dict[str, int | bool]] = {"norm_output": {"norm_output": True}}
+EAGLE3_EXTENSIONS: dict[str, dict[str, int | bool]] = {"norm_output": {"norm_output": True}}
 
 
-def trained(method: Method, draft_vocab: int = 0, rung: str = "") -> Trained:
+def trained(method: Method, draft_vocab: int = 0, extension: str = "") -> Trained:
     """A tiny drafter with a meaningful acceptance length; trained once per run of the tests."""
-    return _trained(method, draft_vocab, rung)
+    return _trained(method, draft_vocab, extension)
 
 
 @cache
-def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
+def _trained(method: Method, draft_vocab: int, extension: str) -> Trained:
     target, answers = some_answers()
     data = answers / "answers.jsonl"
     settings: dict[str, Any] = {
@@ -171,27 +171,30 @@ def _trained(method: Method, draft_vocab: int, rung: str) -> Trained:
         "steps": 30,
         "pack_tokens": 192,
     }
-    settings |= {"init": "target", "save_every": 0} | ((RUNGS | EAGLE3_RUNGS)[rung] if rung else {})
+    settings |= {"init": "target", "save_every": 0} | (
+        (EXTENSIONS | EAGLE3_EXTENSIONS)[extension] if extension else {}
+    )
 
     def build(folder: Path) -> None:
         trainer = make_run(target, some_config(data, folder / "run", **settings))
         write_json(folder / "entries.json", train(trainer))
 
-    folder = built_once(f"{method} {draft_vocab} {rung}", build)
+    folder = built_once(f"{method} {draft_vocab} {extension}", build)
     drafter = checkpoint.load(folder / "run" / "drafter", target, torch.float32)
     for parameter in drafter.dependency.parameters() if drafter.dependency else ():
-        parameter.data.mul_(5)  # A short training corrects little.
+        parameter.data.mul_(5)  # After a short training, corrections are small.
     return Trained(target, drafter, data, json.loads((folder / "entries.json").read_text()))
 
 
 def prompts(count: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(6, 96, (count, 4)).tolist()  # those of `write_answers`
+    """The prompts of `write_answers`."""
+    return np.random.default_rng(0).integers(6, 96, (count, 4)).tolist()
 
 
 def row_losses(
     normed: Tensor, teacher: Tensor, head: Tensor, kind: str, mix: float, softcap: float = 0.0
 ) -> Tensor:
-    """[R], by PyTorch's own losses over whole logits."""
+    """The losses [R], by PyTorch's own functions on full logits."""
     teacher_logits = teacher @ head.T
     if softcap:
         teacher_logits = softcap * torch.tanh(teacher_logits / softcap)
@@ -205,11 +208,11 @@ def row_losses(
     return share * distances.get(kind, kl) + (1 - share) * ce
 
 
-QUICK = {"pack_tokens": 128, "k": 3, "steps": 8, "eval_k": 2, "held_out": 2, "save_every": 3}
+SHORT_RUN = {"pack_tokens": 128, "k": 3, "steps": 8, "eval_k": 2, "held_out": 2, "save_every": 3}
 
 
 def config_in(folder: Path, **changes: object) -> TrainConfig:
-    return some_config(some_answers()[1] / "answers.jsonl", folder / "run", **(QUICK | changes))
+    return some_config(some_answers()[1] / "answers.jsonl", folder / "run", **(SHORT_RUN | changes))
 
 
 def start(config: TrainConfig) -> Trainer:

@@ -1,4 +1,4 @@
-"""The attention rule: equal to inference's causal pattern, dense and flex alike."""
+"""The attention mask of training equals the causal pattern of inference, dense and with flex."""
 
 import pytest
 import torch
@@ -43,9 +43,7 @@ def test_worked_example():
 
 
 def test_a_bidirectional_block():
-    """Mask rows see the later ones of their own chain too; real rows, and other chains, stay as
-    they are.
-    """
+    """Mask rows also see later rows of their own chain; nothing else changes."""
     q, k = rows_of()
     both, _ = rows_of(bidirectional=True)
     more = dense_mask(both, k) & ~dense_mask(q, k)
@@ -61,20 +59,16 @@ def test_a_bidirectional_block():
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_never_lose_a_pair(seed: int, bidirectional: bool):
+def test_block_lists_cover_every_visible_pair(seed: int, bidirectional: bool):
     q, k = rows_of(seed, bidirectional)
     dense = dense_mask(q, k)
     blocks = dense.view(
         len(q) // BLOCK_SIZE, BLOCK_SIZE, len(k) // BLOCK_SIZE, BLOCK_SIZE
     ).transpose(1, 2)
     some, full = classify_blocks(q, k)
-    assert not (blocks.any(-1).any(-1) & ~some).any(), (
-        "a pair that sees each other lies in a block left out"
-    )
-    assert not (full & ~blocks.all(-1).all(-1)).any(), (
-        "a block called full holds a pair that must not see each other"
-    )
-    assert full.any() and (~some).float().mean() > 0.3, "the pattern is sparse, and that is used"
+    assert not (blocks.any(-1).any(-1) & ~some).any(), "a block with a visible pair is left out"
+    assert not (full & ~blocks.all(-1).all(-1)).any(), "a block marked as full has a hidden pair"
+    assert full.any() and (~some).float().mean() > 0.3, "too few blocks are left out"
 
 
 def test_every_row_sees_itself():
@@ -94,7 +88,7 @@ def test_flex_equals_dense_on_cpu(bidirectional: bool):
     )
 
 
-def test_context_rows_by_their_place_alone():
+def test_context_mask_equals_the_dense_mask():
     batch = some_batch(some_pack(LONG), 6)
     query = torch.randn(len(batch.ids), 4, 16)
     dense = attention(query, query, query, dense_mask(batch.context, batch.context))
@@ -106,7 +100,7 @@ def test_context_rows_by_their_place_alone():
 @pytest.mark.gpu
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_flex_equals_dense_on_gpu(bidirectional: bool):
-    """Compiled, forward and backward: here the list of blocks matters."""
+    """Forward and backward, compiled: only then does the list of blocks have an effect."""
     torch.backends.cuda.matmul.allow_tf32 = False
     q, k = rows_of(0, bidirectional, device="cuda")
     shapes = ((len(q), 9), (len(k), 3), (len(k), 3))
@@ -157,14 +151,14 @@ def test_the_target_has_no_window():
     assert batch.drafter_block_lists.full.counts.sum() < plain.drafter_block_lists.full.counts.sum()
 
 
-def test_rows_in_their_blocks():
-    """A row sees its anchor and its chain up to itself: what decoding drafts there."""
+def test_rows_of_a_refinement_see_their_block_only():
+    """A row sees its anchor and its chain up to itself, as in decoding."""
     chains, k = rows_of(bidirectional=True)
     q = chains.in_blocks
     same_chain = (k.anchor == q.anchor[:, None]) & (k.doc == q.doc[:, None])
     expected = same_chain & (k.depth <= q.depth[:, None])
     assert torch.equal(dense_mask(q, k), expected)
-    padding = q.doc == q.doc.max()  # sees itself alone
+    padding = q.doc == q.doc.max()  # A row of padding sees itself only.
     assert torch.equal(expected.sum(1), torch.where(padding, 1, q.depth + 1))
     query, key, value = (
         torch.randn(n, heads, 16) for n, heads in ((len(q), 4), (len(k), 2), (len(k), 2))

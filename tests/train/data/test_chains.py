@@ -1,4 +1,4 @@
-"""COD sampling and the batches made of it: nested, inside one answer, every row exactly once."""
+"""COD sampling: chains are nested and inside one answer; a batch has every row exactly once."""
 
 import numpy as np
 import pytest
@@ -15,9 +15,8 @@ from peagle.train.data.chains import (
 )
 from peagle.train.data.pack import Batch, BatchLayout, PackedDocuments, build_batch, pack_sequences
 
-masks = st.lists(
-    st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=6
-)  # a document each
+# One list for each document.
+masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=6)
 
 
 def packed_of(answers: list[list[bool]], tokens: int = 0) -> PackedDocuments:
@@ -32,7 +31,7 @@ def span(length: int, *spans: tuple[int, int]) -> list[bool]:
 
 
 def naive_length(packed: PackedDocuments, p: int) -> int:
-    """Row by row: token p + 2 is of this document, and of an answer."""
+    """Count rows one by one while token p + 2 is part of the same document and of an answer."""
     count = 0
     while (
         p + 2 < len(packed.ids) and packed.doc[p + 2] == packed.doc[p] and packed.answer_mask[p + 2]
@@ -46,7 +45,7 @@ def pairs(chains: Chains) -> list[tuple[int, int]]:
 
 
 @given(masks)
-def test_room_counts_supervised_rows(answers):
+def test_max_chain_lengths_count_supervised_rows(answers):
     packed = packed_of(answers)
     assert packed.max_chain_lengths.tolist() == [
         naive_length(packed, p) for p in range(len(packed.ids))
@@ -60,12 +59,12 @@ def test_chains_are_nested_and_inside_their_answer(answers, k, keep, cap, seed):
     chains = sample_chains(packed.max_chain_lengths, k, keep, np.random.default_rng(seed), cap)
     kept = set(pairs(chains))
     assert len(kept) == len(chains) and pairs(chains) == sorted(kept), (
-        "by anchor, then depth, none twice"
+        "rows must be unique and sorted by anchor, then depth"
     )
     for anchor, depth in kept:
         assert anchor >= 0 and 1 <= depth < k
         assert depth == 1 or (anchor, depth - 1) in kept, "a row without its parent"
-        tokens = range(anchor + 2, anchor + depth + 3)  # those the chain predicts, depth 0 included
+        tokens = range(anchor + 2, anchor + depth + 3)  # that the chain predicts, with depth 0
         assert all(packed.answer_mask[i] and packed.doc[i] == packed.doc[anchor] for i in tokens)
         assert packed.doc[anchor] < len(answers), "padding has a chain"
     anchors = np.count_nonzero(packed.max_chain_lengths)
@@ -82,8 +81,8 @@ def test_depth_k_keeps_n_r_to_the_k(n, k, keep, seed):
     assert len(chains) == max_chain_rows(n, k, keep)
 
 
-def test_capped_anchors_are_random_ones():
-    """Not a window, and other ones for another seed; all depths share the cap's ladder."""
+def test_capped_anchors_are_chosen_at_random():
+    """Anchors are not contiguous, and differ by seed; the cap holds for all depths."""
     room = np.full(1000, 8)
     chosen = [
         np.unique(sample_chains(room, 8, 1.0, np.random.default_rng(s), 100).anchor)
@@ -94,7 +93,7 @@ def test_capped_anchors_are_random_ones():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sampling_repeats_by_its_seed(seed: int):
+def test_sampling_is_reproducible_with_a_seed(seed: int):
     room = packed_of([span(60, (5, 60))]).max_chain_lengths
     first, second = (
         pairs(sample_chains(room, 6, 0.7, np.random.default_rng(seed))) for _ in range(2)
@@ -114,7 +113,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_edges_by_hand(name: str):
+def test_edge_cases(name: str):
     answers, room = EDGES[name]
     packed = packed_of(answers)
     assert (
@@ -136,7 +135,7 @@ def test_a_pack_without_padding():
 
 
 def rows(batch: Batch) -> list[tuple[int, int]]:
-    """(anchor, depth) of every live row, segment by segment, level by level."""
+    """(anchor, depth) of every row except padding, by segment and level."""
     levels = [
         level.rows[: level.num_unpadded] for segment in batch.segments for level in segment.levels
     ]
@@ -168,7 +167,7 @@ def test_segments_partition_the_chains(answers, k, by_depth, segments, seed):
 @given(
     masks, st.integers(2, 7), st.booleans(), st.sampled_from([1, 4]), st.sampled_from([0, 40, 300])
 )
-def test_what_a_level_holds(answers, k, by_depth, segments, min_size):
+def test_rows_of_a_level(answers, k, by_depth, segments, min_size):
     packed = packed_of(answers, tokens=200)
     chains = sample_chains(packed.max_chain_lengths, k, 0.9, np.random.default_rng(0))
     layout = BatchLayout(by_depth, segments, level_sizes=(min_size,) * k)
@@ -197,9 +196,9 @@ def test_what_a_level_holds(answers, k, by_depth, segments, min_size):
                 ]
                 before = own
             sees = dense_mask(level.rows, batch.context + level.rows)[level.num_unpadded :, :]
-            assert sees.sum(1).eq(1).all(), "a row of padding sees itself alone"
+            assert sees.sum(1).eq(1).all(), "a row of padding sees other rows"
             assert (level.rows.doc_start > level.rows.anchor)[level.num_unpadded :].all(), (
-                "for flex attention, too"
+                "flex attention would let padding see its anchor"
             )
 
 

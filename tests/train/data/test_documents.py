@@ -1,5 +1,5 @@
-"""What is trained on: records read or skipped with a word, held-out prompts, the order of an
-epoch, the vocabulary.
+"""Training documents: reading and skipping records, held-out prompts, the order of an epoch, and
+the draft vocabulary.
 """
 
 import gzip
@@ -62,14 +62,16 @@ def test_ids_and_spans(tmp_path, target):
     assert documents.answer_tokens == 6 and documents.starts.tolist() == [0, 5, 11]
 
 
-def test_messages_under_the_template(tmp_path, chat):
+def test_messages_use_the_chat_template(tmp_path, chat):
     turns = [("user", "w5 w6"), ("assistant", "w7 w8"), ("user", "w9"), ("assistant", "w30")]
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
     documents, lines = read(write(tmp_path / "a.jsonl", record), chat)
     ids, answer, _ = documents[0]
     assert lines == [] and ids.tolist() == [93, 5, 6, 94, 95, 7, 8, 1, 93, 9, 94, 95, 30, 1]
-    assert np.flatnonzero(answer).tolist() == [5, 6, 7, 12, 13], "each answer with its stop token"
-    assert documents.keys == ("1",), "a record without a key goes by its line"
+    assert np.flatnonzero(answer).tolist() == [5, 6, 7, 12, 13], (
+        "each answer includes its stop token"
+    )
+    assert documents.keys == ("1",), "the key of a record without one is its line number"
 
 
 def test_folders_gzip_and_several_files(tmp_path, target):
@@ -109,8 +111,8 @@ def test_broken_records_are_named_and_skipped(name: str, tmp_path, chat):
     assert len(lines) == 1 and lines[0].startswith(f"{path}:2: skipped, ")
 
 
-def test_dropped_answers_and_those_without_a_row(tmp_path, target):
-    """What regenerate dropped; an answer in the first two tokens, which no row predicts."""
+def test_dropped_answers_and_answers_without_a_row(tmp_path, target):
+    """Answers that regenerate dropped, and one in the first two tokens, which no row predicts."""
     early = {"ids": [7, 8, 9], "spans": [[0, 2]]}
     documents, lines = read(
         write(tmp_path / "a.jsonl", GOOD | {"dropped": "loops"}, early, GOOD), target
@@ -133,13 +135,13 @@ def test_long_documents_are_cut(tmp_path, target):
         write(tmp_path / "a.jsonl", GOOD, GOOD | {"spans": [[4, 5]]}), target, max_length=4
     )
     assert len(documents) == 1 and documents.skipped == 1, (
-        "nothing of the second one's answer is left"
+        "the cut removes the answer of the second document"
     )
     assert documents[0][0].tolist() == [7, 8, 9, 10]
 
 
 def test_messages_need_a_template(tmp_path):
-    """Not one skipped line a record: nothing can be read at all."""
+    """An error is raised, instead of skipping every record."""
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(UserError):
         read(write(tmp_path / "a.jsonl", record), make_target())
@@ -156,31 +158,33 @@ def documents_of(keys: list[str], seed: int = 0) -> Documents:
 
 def test_the_split_keeps_a_prompt_together():
     keys = [f"{i % 30}@{i // 30}" for i in range(90)]  # three answers to each of thirty prompts
-    train, held_docs = split_held_out(documents_of(keys), 4, seed=3)
-    prompts = [{key.split("@")[0] for key in part.keys} for part in (train, held_docs)]
+    train, held_out_docs = split_held_out(documents_of(keys), 4, seed=3)
+    prompts = [{key.split("@")[0] for key in part.keys} for part in (train, held_out_docs)]
     assert (
         len(prompts[1]) == 4
         and not prompts[0] & prompts[1]
-        and len(held_docs) == 12
+        and len(held_out_docs) == 12
         and len(train) == 78
     )
     again = split_held_out(documents_of(keys), 4, seed=3)[1]
-    assert again.keys == held_docs.keys and again.ids.tolist() == held_docs.ids.tolist()
-    assert split_held_out(documents_of(keys), 4, seed=4)[1].keys != held_docs.keys
+    assert again.keys == held_out_docs.keys and again.ids.tolist() == held_out_docs.ids.tolist()
+    assert split_held_out(documents_of(keys), 4, seed=4)[1].keys != held_out_docs.keys
 
 
 def test_the_split_does_not_depend_on_the_order():
     keys = [f"{i}@0" for i in range(40)]
-    held_docs = [
+    held_out_docs = [
         set(split_held_out(documents_of(order), 5, seed=0)[1].keys) for order in (keys, keys[::-1])
     ]
-    assert held_docs[0] == held_docs[1]
+    assert held_out_docs[0] == held_out_docs[1]
 
 
 @pytest.mark.parametrize(("held_out", "expected"), [(0, 0), (2, 2), (1000, 4)])
 def test_at_most_a_fifth_is_held_out(held_out: int, expected: int):
-    train, held_docs = split_held_out(documents_of([str(i) for i in range(20)]), held_out, seed=0)
-    assert len(held_docs) == expected and len(train) == 20 - expected
+    train, held_out_docs = split_held_out(
+        documents_of([str(i) for i in range(20)]), held_out, seed=0
+    )
+    assert len(held_out_docs) == expected and len(train) == 20 - expected
 
 
 def test_some_documents_are_joined():
@@ -197,7 +201,7 @@ def test_some_documents_are_joined():
 
 
 @given(st.integers(1, 60), st.integers(20, 200), st.integers(0, 5))
-def test_an_epoch_shows_every_document_once(count, tokens, epoch):
+def test_an_epoch_has_every_document_once(count, tokens, epoch):
     documents = documents_of([str(i) for i in range(count)])
     order = epoch_packs(documents, tokens, 7, epoch)
     assert sorted(i for chosen in order for i in chosen.tolist()) == list(range(count))
@@ -206,7 +210,7 @@ def test_an_epoch_shows_every_document_once(count, tokens, epoch):
     assert all(len(chosen) for chosen in order)
 
 
-def test_epochs_differ_and_seeds_repeat():
+def test_epochs_differ_and_are_reproducible():
     documents = documents_of([str(i) for i in range(30)])
     first, second, again = (
         np.concatenate(epoch_packs(documents, 100, 7, e)).tolist() for e in (0, 1, 0)
@@ -214,7 +218,7 @@ def test_epochs_differ_and_seeds_repeat():
     assert first == again != second
 
 
-def test_steps_go_on_from_epoch_to_epoch():
+def test_steps_continue_with_the_next_epoch():
     documents = documents_of([str(i) for i in range(9)])
     per_epoch = len(epoch_packs(documents, 60, 7, 0))
     stream = iterate_steps(documents, 60, 2, 7)
@@ -225,7 +229,7 @@ def test_steps_go_on_from_epoch_to_epoch():
     assert next(stream)[0].tolist() == epoch_packs(documents, 60, 7, 1)[0].tolist()
 
 
-def test_a_pack_knows_where_its_tokens_come_from():
+def test_a_pack_records_the_origin_of_its_tokens():
     documents = documents_of([str(i) for i in range(5)])
     pack = pack_documents(documents, np.array([3, 0]), 200)
     total = int(pack.lengths.sum())
@@ -238,7 +242,8 @@ def test_a_pack_knows_where_its_tokens_come_from():
 
 def test_the_draft_vocabulary():
     ids = np.array([50, 50, 50, 40, 40, 30, 20, 10, 10])
-    documents = join_documents([Document(ids, np.arange(9) < 7, "a")])  # the tens are no answer
+    # The tokens 10 are not part of the answer.
+    documents = join_documents([Document(ids, np.arange(9) < 7, "a")])
     chosen, coverage = choose_draft_vocabulary(documents, 96, 3, frozenset({1}))
     assert chosen.tolist() == [1, 40, 50] and coverage == 5 / 7
     everything, share = choose_draft_vocabulary(documents, 96, 6, frozenset({1, 2}))

@@ -1,4 +1,4 @@
-"""Acceptance without decoding: the walk along the matches is the step loop, step by step."""
+"""Acceptance without decoding: replayed steps equal those of the decoding loop."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ from peagle.train.evaluation.replay import (
 from peagle.train.features.features import FeatureExtractor
 from peagle.train.objective.passes import DrafterPasses
 from tests.support.models.tiny_models import AUX
-from tests.support.train.training import RUNGS, Trained, prompts, trained
+from tests.support.train.training import EXTENSIONS, Trained, prompts, trained
 
 METHODS: list[Method] = ["p-eagle", "eagle3"]
 GREEDY = Sampling()
@@ -68,12 +68,10 @@ def replayed(pair: Trained, packed: PackedDocuments, k: int, max_k: int = 0) -> 
 
 
 def assert_equal_steps(mine: list[Step], loops: list[list[Step]]) -> None:
-    """The loop's last step may accept drafts behind the end of the answer, which a replay
-    cannot.
-    """
+    """The last step of the loop may accept drafts past the end of the answer; a replay cannot."""
     first = 0
     for steps in loops:
-        steps = steps[1:]  # without the prefill's token
+        steps = steps[1:]  # The first step is the prefill.
         own = mine[first : first + len(steps)]
         first += len(steps)
         assert own[:-1] == steps[:-1]
@@ -85,16 +83,16 @@ def assert_equal_steps(mine: list[Step], loops: list[list[Step]]) -> None:
 
 
 PLAIN: list[tuple[Method, int, str]] = [("p-eagle", 0, ""), ("eagle3", 0, "")]
-EXTENDED: list[tuple[Method, int, str]] = [("p-eagle", 48, rung) for rung in RUNGS]
+EXTENDED: list[tuple[Method, int, str]] = [("p-eagle", 48, extension) for extension in EXTENSIONS]
 KINDS = PLAIN + EXTENDED
 
 
 @pytest.mark.parametrize(
-    ("method", "draft_vocab", "rung", "k"),
+    ("method", "draft_vocab", "extension", "k"),
     [
         *((*kind, k) for kind in PLAIN for k in (1, 5)),
         *(pytest.param(*kind, 3, marks=pytest.mark.slow) for kind in PLAIN),
-        # The drafter with all extensions has these, and they change no order of the walk.
+        # `all` includes these two, and they do not change the order of a replay.
         *(
             pytest.param(
                 *(*kind, 3),
@@ -104,8 +102,8 @@ KINDS = PLAIN + EXTENDED
         ),
     ],
 )
-def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str, k: int):
-    pair = trained(method, draft_vocab, rung)
+def test_replay_equals_the_greedy_loop(method: Method, draft_vocab: int, extension: str, k: int):
+    pair = trained(method, draft_vocab, extension)
     loops = [loop(pair, prompt, k) for prompt in prompts(5)]
     packed = packed_of(
         [[(p, tokens_of(steps))] for p, steps in zip(prompts(5), loops, strict=True)]
@@ -114,13 +112,13 @@ def test_the_walk_is_the_greedy_loop(method: Method, draft_vocab: int, rung: str
     assert_equal_steps(replayed(pair, packed, k, max_k), loops)
     if k > 1:
         assert acceptance_length(s for steps in loops for s in steps) > 1.5, (
-            "too little is accepted for this to say much"
+            "too few drafts are accepted for a useful comparison"
         )
 
 
-@pytest.mark.parametrize("rung", ["", "dependency", "bidirectional", "refinement"])
-def test_the_walk_along_trees_is_what_the_engine_does(rung: str):
-    pair, shape = trained("p-eagle", 48, rung), DraftShape(4, 14)
+@pytest.mark.parametrize("extension", ["", "dependency", "bidirectional", "refinement"])
+def test_replay_of_trees_equals_the_engine(extension: str):
+    pair, shape = trained("p-eagle", 48, extension), DraftShape(4, 14)
     loaded = LoadedPair(Pair("tiny", TargetSource(()), {}), pair.target, {"p-eagle": pair.drafter})
     loops = [loaded.generate(p, 4, "p-eagle", TOKENS, tree=14).steps for p in prompts(8)]
     packed = packed_of(
@@ -138,7 +136,7 @@ def test_the_walk_along_trees_is_what_the_engine_does(rung: str):
 
 
 def test_a_dependency_changes_drafts():
-    """Or the walks above would say nothing of it. The first draft of a block is never changed."""
+    """Otherwise the tests above would not cover it. The first draft of a block stays the same."""
     pair = trained("p-eagle", 48, "dependency")
     packed = packed_of([[(p, tokens_of(loop(pair, p, 5)))] for p in prompts(8)])
     _, normed, drafts = next(iter(replay_of(pair).anchor_drafts(packed, 5)))
@@ -150,7 +148,7 @@ def test_a_dependency_changes_drafts():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_walk_along_a_sampled_answer(method: Method):
+def test_replay_of_a_sampled_answer(method: Method):
     pair, loops = trained(method), []
     for seed, prompt in enumerate(prompts(8)):
         loops.append(loop(pair, prompt, 4, Sampling(temperature=1.0, seed=seed)))
@@ -165,7 +163,7 @@ def test_the_walk_along_a_sampled_answer(method: Method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_several_turns(method: Method):
-    """Each answer is walked by itself; drafts never run into the next turn's prompt."""
+    """Each answer is replayed by itself; drafts end before the prompt of the next turn."""
     pair, loops, conversations = trained(method), [], []
     for first, second in zip(prompts(4), prompts(8)[4:], strict=True):
         turns: Turns = []
@@ -178,9 +176,7 @@ def test_several_turns(method: Method):
 
 
 def test_one_token_answers_and_answers_without_a_prompt():
-    """Nothing is drafted for either: the first token is the prefill's, and without a prompt
-    there is none.
-    """
+    """Both have no drafts: the first token comes from the prefill, which needs a prompt."""
     pair = trained("p-eagle")
     steps = loop(pair, prompts(1)[0], 4)
     whole = (prompts(1)[0], tokens_of(steps))
@@ -188,17 +184,15 @@ def test_one_token_answers_and_answers_without_a_prompt():
     assert_equal_steps(replayed(pair, packed, 4), [steps])
 
 
-def test_the_walk_by_hand():
-    """Answer = tokens 2..7; the drafts of anchors 1 and 4 (newest token 2 and 5) are right twice
-    and ever after.
+def test_worked_example():
+    """The answer is tokens 2..7. Of anchor 1 (newest token 2), two drafts are right; of anchor 4
+    (newest token 5), all up to the end of the answer are.
     """
     packed = packed_of([[([20, 21], [22, 23, 24, 25, 26, 27])], [([50, 51], [52, 53])]])
     anchors = np.array([1, 2, 3, 4, 5, 6, 9, 10])
     drafts = np.zeros((8, 4), dtype=np.int64)
-    drafts[0], drafts[3] = (
-        [23, 24, 90, 26],
-        [26, 27, 50, 51],
-    )  # the right guess behind the wrong one does not count
+    drafts[0] = [23, 24, 90, 26]  # A right draft after a wrong one does not count.
+    drafts[3] = [26, 27, 50, 51]
     steps = replay_steps(packed, anchors, chain_matches(packed, anchors, drafts, 4), 4)
     assert steps == [Step((23, 24, 25), 4, 2), Step((26, 27), 4, 2), Step((53,), 4, 0)]
     assert acceptance_length(steps) == 1 + 4 / 3 and acceptance_length([]) == 1.0
@@ -213,15 +207,17 @@ def test_answers_end_with_their_document():
 
 
 @pytest.mark.parametrize(
-    ("method", "draft_vocab", "rung"),
+    ("method", "draft_vocab", "extension"),
     [  # The drafter with all extensions stands for those with one.
         pytest.param(*kind, marks=[] if kind[2] in ("", "all") else pytest.mark.slow)
         for kind in KINDS
     ],
 )
-def test_groups_of_anchors_and_packs_do_not_matter(method: Method, draft_vocab: int, rung: str):
-    """Neither does the set of K of one call."""
-    pair = trained(method, draft_vocab, rung)
+def test_groups_of_anchors_and_packs_do_not_matter(
+    method: Method, draft_vocab: int, extension: str
+):
+    """The values of K in one call do not matter, either."""
+    pair = trained(method, draft_vocab, extension)
     parts = []
     for i, prompt in enumerate(prompts(6)):
         ids = np.array(prompt + tokens_of(loop(pair, prompt, 4, tokens=20)))

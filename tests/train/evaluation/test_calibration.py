@@ -1,4 +1,4 @@
-"""Calibration: the factor that is found is the right one, and what is told of it is true."""
+"""Calibration of drafts: fitted factors, reliability and its errors, and the published drafter."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from peagle.train.objective.passes import DrafterPasses
 from peagle.train.publish import publish
 from peagle.train.run import TrainRun
 from tests.support.models.tiny_models import AUX
-from tests.support.train.training import RUNGS, Trained, some_config, trained
+from tests.support.train.training import EXTENSIONS, Trained, some_config, trained
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -49,17 +49,17 @@ def sampled(drafter, factor: float, depth: int, rows: int = 3000) -> DepthRows:
 
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("rung", ["", "dependency"])
-def test_the_factor_is_found(rung: str, factor: float, depth: int) -> None:
-    drafter = trained("p-eagle", 48, rung).drafter
+@pytest.mark.parametrize("extension", ["", "dependency"])
+def test_the_factor_is_fitted(extension: str, factor: float, depth: int) -> None:
+    drafter = trained("p-eagle", 48, extension).drafter
     assert fit_factor(drafter, sampled(drafter, factor, depth), depth) == pytest.approx(
         factor, rel=0.08
     )
 
 
-def test_scores_are_a_tree_s() -> None:
-    """Candidates behind the token before, as pairs of them are scored; the rest, and depth 0, as
-    they are.
+def test_corrected_logits_equal_the_scores_of_a_tree() -> None:
+    """Logits of candidates equal `score_pairs` for the previous token; other tokens, and depth 0,
+    are not corrected.
     """
     drafter = trained("p-eagle", 48, "dependency").drafter
     torch.manual_seed(0)
@@ -73,12 +73,10 @@ def test_scores_are_a_tree_s() -> None:
     assert torch.equal(corrected_logits(drafter, rows, 0), plain)
 
 
-@pytest.mark.parametrize("rung", ["", "all"])
-def test_on_answers(rung: str, tmp_path: Path) -> None:
-    """DepthRows of depth k are those whose k drafts before were right; probabilities become
-    truer.
-    """
-    pair = trained("p-eagle", 48, rung)
+@pytest.mark.parametrize("extension", ["", "all"])
+def test_calibration_on_answers(extension: str, tmp_path: Path) -> None:
+    """A depth counts rows whose earlier drafts are all right; calibration does not add error."""
+    pair = trained("p-eagle", 48, extension)
     documents = read_documents([pair.data], pair.target, 256)
     factors, reliability = calibrate(replay_of(pair), documents, 5, logit_rows=100)
     assert len(factors) == 5 and all(0.3 < factor < 3 for factor in factors)
@@ -95,15 +93,15 @@ def test_on_answers(rung: str, tmp_path: Path) -> None:
         np.mean((reliability.scaled - reliability.right) ** 2)
         <= np.mean((reliability.plain - reliability.right) ** 2) + 0.002
     )
-    assert (reliability.confidence is not None) == (rung == "all")
+    assert (reliability.confidence is not None) == (extension == "all")
     rows = reliability.card_rows()
     assert "calibrated" in rows["Brier score of the best draft"] and len(rows) == 2
-    assert ("confidence output" in rows["expected calibration error"]) == (rung == "all")
+    assert ("confidence output" in rows["expected calibration error"]) == (extension == "all")
     draw_reliability(reliability, tmp_path / "calibration.png")
     assert (tmp_path / "calibration.png").stat().st_size > 5000
 
 
-def test_few_rows_take_the_factor_before() -> None:
+def test_depths_with_few_rows_use_the_factor_of_the_depth_before() -> None:
     pair = trained("p-eagle", 48)
     documents = read_documents([pair.data], pair.target, 256).subset(np.arange(3))
     factors, reliability = calibrate(replay_of(pair), documents, 5)
@@ -112,7 +110,7 @@ def test_few_rows_take_the_factor_before() -> None:
     assert 0 < few < 5 and len(set(factors[few - 1 :])) == 1
 
 
-def test_errors_by_hand() -> None:
+def test_reliability_bins_and_calibration_error() -> None:
     predicted, right = np.array([0.95, 0.95, 0.45, 0.45]), np.array([1.0, 0.0, 1.0, 0.0])
     assert reliability_bins(predicted, right) == [
         (pytest.approx(0.45), 0.5, 2),
@@ -128,13 +126,13 @@ def test_errors_by_hand() -> None:
 @pytest.mark.parametrize(
     ("cost", "bits"), [(1.0, 8), (1.0, 4), (-1.0, 4)], ids=["int8", "int4", "bfloat16"]
 )
-def test_what_is_published_is_calibrated(
+def test_a_published_drafter_is_calibrated(
     cost: float, bits: int, tmp_path: Path, monkeypatch
 ) -> None:
     pair = trained("p-eagle")
     monkeypatch.setattr("peagle.train.run.load_teacher", lambda config, device: pair.target)
     config = some_config(
-        pair.data, tmp_path / "run", steps=3, device="cpu", bits=bits, **RUNGS["all"]
+        pair.data, tmp_path / "run", steps=3, device="cpu", bits=bits, **EXTENSIONS["all"]
     )
     run = TrainRun(config)
     run.train(lambda *_: None, lambda line: None)
@@ -149,7 +147,9 @@ def test_what_is_published_is_calibrated(
     drafter = checkpoint.load(folder, pair.target, torch.float32)
     assert len(drafter.config.calibration) == 5 and length is not None
     parameters = [d.parameters() for d in (calibrated[0].passes.drafter, drafter)]
-    assert all(torch.equal(*pair) for pair in zip(*parameters, strict=True)), "what is stored"
+    assert all(torch.equal(*pair) for pair in zip(*parameters, strict=True)), (
+        "another drafter than the stored one was calibrated"
+    )
     source = checkpoint.load(tmp_path / "run" / "drafter", pair.target, torch.float32)
     assert (
         replace(drafter.config, calibration=()) == source.config and source.config.calibration == ()

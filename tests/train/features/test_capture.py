@@ -1,4 +1,4 @@
-"""Captured features against the target in the process: the same training, without the target."""
+"""Training on captured features equals training with the target in the same process."""
 
 import json
 import shutil
@@ -61,15 +61,15 @@ def documents(target: Target, data: Path) -> Documents:
 
 @pytest.fixture(scope="module")
 def precise(target: Target, documents: Documents, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captured(target, documents, tmp_path_factory.mktemp("precise"), PRECISE)
+    return capture(target, documents, tmp_path_factory.mktemp("precise"), PRECISE)
 
 
 @pytest.fixture(scope="module")
 def small(target: Target, documents: Documents, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captured(target, documents, tmp_path_factory.mktemp("small"), SMALL)
+    return capture(target, documents, tmp_path_factory.mktemp("small"), SMALL)
 
 
-def captured(target: Target, documents: Documents, folder: Path, settings: CaptureSettings) -> Path:
+def capture(target: Target, documents: Documents, folder: Path, settings: CaptureSettings) -> Path:
     Capture(target, documents, folder, settings).run()
     return folder
 
@@ -79,7 +79,7 @@ def size_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("settings", [SMALL, PRECISE])
-def test_the_size_is_told_before(
+def test_the_size_is_known_before_the_capture(
     target: Target, documents: Documents, tmp_path: Path, settings: CaptureSettings
 ) -> None:
     job = Capture(target, documents, tmp_path, settings)
@@ -104,27 +104,27 @@ def test_a_full_disk_is_refused(
     job.run()
 
 
-class Killed(Exception):
+class Interrupted(Exception):
     pass
 
 
-def test_a_kill_loses_one_shard(
+def test_an_interrupted_capture_loses_one_shard(
     target: Target, documents: Documents, small: Path, tmp_path: Path
 ) -> None:
     job = Capture(target, documents, tmp_path, SMALL)
     first = sum(len(documents[i][0]) for i in job.parts[0])
 
-    def kill(done: int, total: int, tokens: int) -> None:
+    def interrupt(done: int, total: int, tokens: int) -> None:
         if done > first:
-            raise Killed
+            raise Interrupted
 
-    with pytest.raises(Killed):
-        job.run(kill)
+    with pytest.raises(Interrupted):
+        job.run(interrupt)
     (tmp_path / ".shard-00001.safetensors.1").write_bytes(b"torn")
     assert [file.name for file in tmp_path.glob("shard-*")] == ["shard-00000.safetensors"]
     with pytest.raises(UserError, match="lacks"):
         Shards(tmp_path)
-    captured(target, documents, tmp_path, SMALL)
+    capture(target, documents, tmp_path, SMALL)
     assert same_files(tmp_path, small)
 
 
@@ -135,7 +135,7 @@ def test_a_lost_shard_is_written_again(
     last = max(tmp_path.glob("shard-*"))
     kept = min(tmp_path.glob("shard-*")).stat().st_mtime_ns
     last.unlink()
-    captured(target, documents, tmp_path, SMALL)
+    capture(target, documents, tmp_path, SMALL)
     assert same_files(tmp_path, small)
     assert min(tmp_path.glob("shard-*")).stat().st_mtime_ns == kept
 
@@ -164,7 +164,7 @@ def test_other_settings_are_refused(
         Capture(target, documents, tmp_path, SMALL)
 
 
-def test_what_a_shard_holds(target: Target, documents: Documents, small: Path) -> None:
+def test_contents_of_a_shard(target: Target, documents: Documents, small: Path) -> None:
     shards = Shards(small)
     read = shards.documents(256)
     assert read.keys == documents.keys
@@ -188,13 +188,13 @@ def test_what_a_shard_holds(target: Target, documents: Documents, small: Path) -
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_stored_target_stands_for_any(name: str, tied: bool, tmp_path: Path) -> None:
+def test_stored_target_replaces_every_target(name: str, tied: bool, tmp_path: Path) -> None:
     target = make_target(name, tie_word_embeddings=tied)
     rng = np.random.default_rng(0)
     record = {"key": "a@0", "ids": rng.integers(6, 96, 9).tolist(), "spans": [[3, 9]]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     documents = read_documents([tmp_path / "a.jsonl"], target, 99)
-    folder = captured(target, documents, tmp_path / "out", SMALL)
+    folder = capture(target, documents, tmp_path / "out", SMALL)
     stored = StoredTarget(folder, torch.float32, "cpu")
     assert config_for(stored, "p-eagle", 2, AUX, 5) == config_for(target, "p-eagle", 2, AUX, 5)
     assert torch.equal(stored.embedding, target.embedding) and torch.equal(
@@ -211,7 +211,7 @@ def test_stored_target_stands_for_any(name: str, tied: bool, tmp_path: Path) -> 
 def test_the_last_blocks_keep_their_order(tmp_path: Path) -> None:
     target = make_target(num_hidden_layers=12)
     documents = join_documents([Document(np.arange(6, 20), np.arange(14) > 3, "a@0")])
-    stored = StoredTarget(captured(target, documents, tmp_path, SMALL), torch.float32, "cpu")
+    stored = StoredTarget(capture(target, documents, tmp_path, SMALL), torch.float32, "cpu")
     for mine, theirs in zip(stored.layers[-4:], target.layers[-4:], strict=True):
         own = dict(mine.named_parameters())
         assert all(torch.equal(own[name], weight) for name, weight in theirs.named_parameters())
@@ -219,7 +219,7 @@ def test_the_last_blocks_keep_their_order(tmp_path: Path) -> None:
 
 
 def train(config: TrainConfig, target: Target, monkeypatch, online: bool) -> list[dict]:
-    """The log. From a capture no target may be loaded."""
+    """Train and return the log. Training from a capture must not load a target."""
     if online:
         monkeypatch.setattr(run, "load_teacher", lambda config, device: target)
     else:
@@ -253,7 +253,7 @@ CASES = {
 def test_training_equals_online(
     target: Target, data: Path, precise: Path, tmp_path: Path, monkeypatch, case
 ) -> None:
-    """Step by step: losses, matches, the acceptance length of held-out answers, the drafter."""
+    """Every step has the same losses, matches and acceptance length; the drafters are equal."""
     changes = {"steps": 6, "eval_every": 3, "save_every": 50, **CASES[case]}
     mine = some_config(data, tmp_path / "online", **changes)
     theirs = some_config(
@@ -297,7 +297,7 @@ def test_a_small_top_k_trains(target: Target, small: Path, tmp_path: Path, monke
     assert sum(step.accepted for step in steps) > 0
 
 
-def test_it_resumes(target: Target, small: Path, tmp_path: Path, monkeypatch) -> None:
+def test_training_resumes(target: Target, small: Path, tmp_path: Path, monkeypatch) -> None:
     config = some_config(small, tmp_path / "whole", target="tiny llama", steps=8, save_every=4)
     whole = train(config, target, monkeypatch, False)
     config = some_config(small, tmp_path / "parts", target="tiny llama", steps=8, save_every=4)
@@ -306,7 +306,7 @@ def test_it_resumes(target: Target, small: Path, tmp_path: Path, monkeypatch) ->
     assert [e.get("loss") for e in parts] == pytest.approx([e.get("loss") for e in whole], abs=1e-6)
 
 
-def test_what_a_capture_cannot_be_used_for(small: Path, data: Path, tmp_path: Path) -> None:
+def test_settings_that_do_not_fit_a_capture(small: Path, data: Path, tmp_path: Path) -> None:
     wrong = {
         "trained from alone": {"data": f"{small},{data}"},
         r"holds those of \(1, 3, 6\)": {"aux_layer_ids": (2, 4, 5)},
@@ -322,10 +322,8 @@ def test_what_a_capture_cannot_be_used_for(small: Path, data: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("mix", [1.0, 0.0, 0.3])
-def test_topk_loss_equals_the_whole(target: Target, mix: float) -> None:
-    """With all tokens known; with few, the renormalized distribution of those; with none,
-    nothing.
-    """
+def test_topk_loss_equals_the_full_loss(target: Target, mix: float) -> None:
+    """The loss equals that of hidden states if all tokens are known, and is zero if none is."""
     torch.manual_seed(0)
     normed, last, weight = torch.randn(7, 32), torch.randn(7, 32), torch.rand(7)
     own = torch.arange(0, 96, 2)
@@ -341,7 +339,7 @@ def test_topk_loss_equals_the_whole(target: Target, mix: float) -> None:
     assert not loss.any() and not match.any() and not gradient.any()
 
 
-def test_topk_gradient_is_the_losses(target: Target) -> None:
+def test_topk_gradient_equals_autograd(target: Target) -> None:
     torch.manual_seed(0)
     normed, last = torch.randn(5, 32, requires_grad=True), torch.randn(5, 32)
     logits, tokens = top_k_log_probs(last, target.lm_head, 6, 0.0, torch.float32)
@@ -357,7 +355,7 @@ def test_topk_gradient_is_the_losses(target: Target) -> None:
     assert torch.allclose(out.gradient, gradient, atol=1e-5)
 
 
-def test_held_out_documents_keep_their_numbers(
+def test_held_out_documents_keep_their_indices(
     target: Target, documents: Documents, small: Path
 ) -> None:
     _, held_out = split_held_out(documents, 6, 0)

@@ -1,6 +1,4 @@
-"""The gradients of a pack: the same however its chains are split, and those of a plain dense
-computation.
-"""
+"""The gradients of a pack do not depend on its segments, and equal those of a dense computation."""
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from peagle.train.objective.length_objective import TREE_THRESHOLD, TREE_WIDTH
 from peagle.train.objective.loss import Loss
 from peagle.train.objective.passes import DrafterPasses
 from tests.support.models.tiny_models import make_drafter, make_target
-from tests.support.train.training import RUNGS, row_losses, some_features, some_pack
+from tests.support.train.training import EXTENSIONS, row_losses, some_features, some_pack
 
 K = 5
 TARGET = make_target()
@@ -45,10 +43,10 @@ OPTIONS = {
 Gradients = dict[str, Tensor]
 
 
-def ready(
+def random_drafter(
     method: Method, layers: int = 2, draft_vocab: int | None = None, **switches: int | bool
 ) -> Drafter:
-    """With weights large enough for attention to matter, and none at zero."""
+    """A drafter whose weights are nonzero, and large enough for attention to matter."""
     drafter = make_drafter(TARGET, method, layers, draft_vocab, **switches)
     for parameter in drafter.parameters():
         if not parameter.any():
@@ -82,7 +80,7 @@ def gradients(
 
 
 def some_chains(packed: PackedDocuments, drafter: Drafter) -> Chains:
-    """Not every anchor has one."""
+    """Random chains; some anchors have none."""
     rng = np.random.default_rng(1)
     chains = sample_chains(
         packed.max_chain_lengths,
@@ -95,7 +93,7 @@ def some_chains(packed: PackedDocuments, drafter: Drafter) -> Chains:
 
 
 def right_before(anchor: np.ndarray, depth: np.ndarray, right: Tensor) -> Tensor:
-    """[R]: were all rows of a row's chain before it right?"""
+    """[R]: 1 if all earlier rows of the same chain are right, else 0."""
     known = {(int(a), int(d)): bool(ok) for a, d, ok in zip(anchor, depth, right, strict=True)}
     rows = zip(anchor.tolist(), depth.tolist(), strict=True)
     return torch.tensor([float(all(known[a, before] for before in range(d))) for a, d in rows])
@@ -108,7 +106,7 @@ def reference(
     options: str,
     on_policy: float = 0.0,
 ) -> Gradients:
-    """Autograd through whole logits of every row; no segments, no chunks, no kept keys."""
+    """Autograd through full logits of every row, without segments, chunks and a KV cache."""
     drafter.zero_grad()
     g, last = features
     chains, supervised = some_chains(packed, drafter), np.flatnonzero(packed.max_chain_lengths)
@@ -163,7 +161,7 @@ def reference(
 
 
 def expected_lengths(anchor: np.ndarray, depth: np.ndarray, q: Tensor) -> Tensor:
-    """Of every anchor's chain q_0 + q_0 q_1 + ..., summed: as it is written."""
+    """The sum of q_0 + q_0 q_1 + ... over the chains of all anchors."""
     row = {pair: i for i, pair in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True))}
     total = torch.zeros(())
     for a in sorted(set(anchor.tolist())):
@@ -175,7 +173,7 @@ def expected_lengths(anchor: np.ndarray, depth: np.ndarray, q: Tensor) -> Tensor
 
 
 def expected_nodes(anchor: np.ndarray, depth: np.ndarray, log_q: Tensor) -> Tensor:
-    """Of every anchor's chain, how many of its prefixes a tree keeps, softly; summed."""
+    """The soft count of the prefixes that a tree keeps, over the chains of all anchors."""
     row = {pair: i for i, pair in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True))}
     total = torch.zeros(())
     for a in sorted(set(anchor.tolist())):
@@ -189,7 +187,7 @@ def expected_nodes(anchor: np.ndarray, depth: np.ndarray, log_q: Tensor) -> Tens
 def anchor_weights(
     anchor: np.ndarray, depth: np.ndarray, right: Tensor, on_policy: float
 ) -> Tensor:
-    """1 - on_policy behind a depth-0 row that is right, else 1; 1 in the mean over depth 0."""
+    """1 - on_policy after a depth-0 row that is right, else 1; normalized to a mean of 1."""
     first = {int(a): bool(ok) for a, d, ok in zip(anchor, depth, right, strict=True) if d == 0}
     weight = {a: 1 - on_policy * first.get(a - 1, False) for a in first}
     mean = sum(weight.values()) / len(weight)
@@ -199,9 +197,7 @@ def anchor_weights(
 def dense_rows(
     drafter: Drafter, packed: PackedDocuments, g: Tensor, anchor: np.ndarray, depth: np.ndarray
 ) -> Tensor:
-    """P-EAGLE: all rows in one pass under one mask. Depth 0 first, at every position; then the
-    deeper rows.
-    """
+    """P-EAGLE: all rows in one pass; rows of depth 0, at every position, come first."""
     size, deeper = len(packed.ids), depth > 0
     a = torch.from_numpy(np.concatenate([np.arange(size), anchor[deeper]]))
     d = torch.from_numpy(np.concatenate([np.zeros(size, dtype=np.int64), depth[deeper]]))
@@ -264,8 +260,8 @@ def mean_over_passes(
     kind: str,
     mix: float,
 ) -> Tensor:
-    """[R]: the mean of the losses of all passes; rows behind wrong drafts that were fed drafts
-    have a loss in pass 0 alone.
+    """[R]: the mean of the losses of all passes; rows that are fed drafts
+    have a loss in later passes only if all drafts before them are right.
     """
     head = drafter.lm_head
     total = row_losses(states[0], teacher, head, kind, mix)
@@ -283,9 +279,7 @@ def mask_rows(drafter: Drafter, rows: int) -> Tensor:
 def unrolled_rows(
     drafter: Drafter, packed: PackedDocuments, g: Tensor, anchor: np.ndarray, depth: np.ndarray
 ) -> Tensor:
-    """EAGLE-3: every chain by itself, as the decoding loop would run it, but fed the real next
-    tokens.
-    """
+    """EAGLE-3: every chain by itself, as in the decoding loop, but fed the real next tokens."""
     out: dict[tuple[int, int], Tensor] = {}
     expected = set(zip(anchor.tolist(), depth.tolist(), strict=True))
     ids = torch.from_numpy(packed.ids)
@@ -303,9 +297,7 @@ def unrolled_rows(
 def assert_same(mine: Gradients, theirs: Gradients, tolerance: float = 1e-5) -> None:
     assert mine.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        assert gradient.abs().max() > 0, (
-            f"{name} has no gradient at all: the comparison says nothing"
-        )
+        assert gradient.abs().max() > 0, f"{name} has no gradient, so the comparison proves nothing"
         torch.testing.assert_close(
             mine[name], gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max())
         )
@@ -313,8 +305,8 @@ def assert_same(mine: Gradients, theirs: Gradients, tolerance: float = 1e-5) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_any_number_of_segments(method: Method, checkpointing: bool):
-    drafter, packed = ready(method), some_pack()
+def test_segments_do_not_change_gradients(method: Method, checkpointing: bool):
+    drafter, packed = random_drafter(method), some_pack()
     features = some_features(packed)
     single = gradients(drafter, packed, features)
     drafter.gradient_checkpointing = checkpointing
@@ -322,9 +314,12 @@ def test_any_number_of_segments(method: Method, checkpointing: bool):
         assert_same(gradients(drafter, packed, features, segments), single)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_rungs_equal_a_plain_computation(rung: str):
-    drafter, packed = ready("p-eagle", draft_vocab=40, **RUNGS[rung]), some_pack(SHORT)
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_extensions_equal_a_plain_computation(extension: str):
+    drafter, packed = (
+        random_drafter("p-eagle", draft_vocab=40, **EXTENSIONS[extension]),
+        some_pack(SHORT),
+    )
     features = some_features(packed)
     naive = reference(drafter, packed, features, "kl")
     for segments in (1, 4):
@@ -332,8 +327,8 @@ def test_rungs_equal_a_plain_computation(rung: str):
 
 
 def test_a_frozen_drafter_has_no_gradients():
-    """What corrects and judges its rows has those it would have anyway."""
-    drafter, packed = ready("p-eagle", **RUNGS["all"]), some_pack(SHORT)
+    """The dependency, confidence and refinement keep their gradients."""
+    drafter, packed = random_drafter("p-eagle", **EXTENSIONS["all"]), some_pack(SHORT)
     features = some_features(packed)
     whole = gradients(drafter, packed, features)
     drafter.requires_grad_(False)
@@ -349,7 +344,7 @@ def test_a_frozen_drafter_has_no_gradients():
 @pytest.mark.parametrize("draft_vocab", [None, 40])
 @pytest.mark.parametrize("method", METHODS)
 def test_equals_a_plain_computation(method: Method, draft_vocab: int | None, options: str):
-    drafter, packed = ready(method, draft_vocab=draft_vocab), some_pack(SHORT)
+    drafter, packed = random_drafter(method, draft_vocab=draft_vocab), some_pack(SHORT)
     features = some_features(packed)
     naive = reference(drafter, packed, features, options)
     for segments in (1, 4):
@@ -358,9 +353,9 @@ def test_equals_a_plain_computation(method: Method, draft_vocab: int | None, opt
 
 @pytest.mark.parametrize("options", ["kl", "mix, soft-capped", "ce, lighter with depth"])
 @pytest.mark.parametrize("method", METHODS)
-def test_anchors_by_mistakes(method: Method, options: str):
-    """Targets that the drafter meets at some rows: else every anchor has the same weight."""
-    drafter, packed = ready(method), some_pack(SHORT)
+def test_on_policy_weights_of_anchors(method: Method, options: str):
+    """The drafter is right at some rows; otherwise every anchor would have the same weight."""
+    drafter, packed = random_drafter(method), some_pack(SHORT)
     features = half_right(drafter, packed, some_features(packed))
     naive = reference(drafter, packed, features, options, on_policy=0.8)
     for segments in (1, 4):
@@ -373,8 +368,8 @@ def test_anchors_by_mistakes(method: Method, options: str):
 @pytest.mark.parametrize("options", ["kl", "ce, lighter with depth"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_refinement_learns_from_reached_rows(passes: int, options: str):
-    """Rows behind drafts that are right count, those behind wrong ones do not."""
-    drafter, packed = ready("p-eagle", refinement=passes), some_pack(SHORT)
+    """Only rows after right drafts count."""
+    drafter, packed = random_drafter("p-eagle", refinement=passes), some_pack(SHORT)
     features = half_right(drafter, packed, some_features(packed))
     naive = reference(drafter, packed, features, options)
     for segments in (1, 4):
@@ -385,7 +380,7 @@ def test_a_refinement_learns_from_reached_rows(passes: int, options: str):
 
 
 def half_right(drafter: Drafter, packed: PackedDocuments, features: PackFeatures) -> PackFeatures:
-    """Last hidden states of which every second gives the token that depth 0 drafts there."""
+    """Features for which the drafts of depth 0 are right at every second row."""
     rows = np.arange(0, len(packed.ids) - 1, 2)
     own = dense_rows if drafter.config.method == "p-eagle" else unrolled_rows
     with torch.no_grad():
@@ -400,8 +395,8 @@ def half_right(drafter: Drafter, packed: PackedDocuments, features: PackFeatures
 
 @pytest.mark.parametrize("method", METHODS)
 def test_trained_embeddings(method: Method):
-    """The table's gradient too, over depth 0 and (EAGLE-3) the chains."""
-    drafter, packed = ready(method, layers=1), some_pack(SHORT)
+    """The embeddings have gradients from depth 0 and, with EAGLE-3, from the chains."""
+    drafter, packed = random_drafter(method, layers=1), some_pack(SHORT)
     drafter.make_embeddings_trainable()
     features = some_features(packed)
     naive = reference(drafter, packed, features, "kl")
@@ -412,7 +407,7 @@ def test_trained_embeddings(method: Method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("segments", [1, 2, 4, 8])
 def test_depth_0_runs_once(method: Method, segments: int):
-    drafter, packed = ready(method, layers=1), some_pack()
+    drafter, packed = random_drafter(method, layers=1), some_pack()
     passes, seen = DrafterPasses(drafter), []
     plain = passes.context
     passes.context = lambda ids, *rest: seen.append(len(ids)) or plain(ids, *rest)  # type: ignore[method-assign]
@@ -422,8 +417,8 @@ def test_depth_0_runs_once(method: Method, segments: int):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_has_no_gradient(method: Method):
-    """What stands in padding, of the pack or of a level, changes nothing."""
-    drafter, packed = ready(method), some_pack()
+    """Values in the padding of a pack or of a level have no effect."""
+    drafter, packed = random_drafter(method), some_pack()
     features = some_features(packed)
     g, last = features
     total = int(packed.lengths.sum())
@@ -440,24 +435,25 @@ def test_padding_has_no_gradient(method: Method):
 
 
 def test_no_gradient_crosses_documents():
-    """Alone in a pack or with others, a document gives the same: gradients of parts add up to
-    those of the whole.
-    """
-    drafter, (left, right) = ready("p-eagle"), (some_pack(((40, 5),), 1), some_pack(((30, 9),), 2))
+    """The gradients of single documents add up to those of a pack that has both."""
+    drafter, (left, right) = (
+        random_drafter("p-eagle"),
+        (some_pack(((40, 5),), 1), some_pack(((30, 9),), 2)),
+    )
     documents = [(p.ids[:n], p.answer_mask[:n]) for p, n in ((left, 40), (right, 30))]
     both = pack_sequences(documents)
     g, last = some_features(both)
-    whole = _full(drafter, both, PackFeatures(g, last))
+    whole = full_gradients(drafter, both, PackFeatures(g, last))
     cuts = [PackFeatures(g, last), PackFeatures(g.roll(-40, 0), last.roll(-40, 0))]
     parts = [
-        _full(drafter, pack_sequences([document]), cut)
+        full_gradients(drafter, pack_sequences([document]), cut)
         for document, cut in zip(documents, cuts, strict=True)
     ]
     assert_same({name: parts[0][name] + parts[1][name] for name in whole}, whole)
 
 
-def _full(drafter: Drafter, packed: PackedDocuments, features: PackFeatures) -> Gradients:
-    """Every chain as long as there is room, the losses summed."""
+def full_gradients(drafter: Drafter, packed: PackedDocuments, features: PackFeatures) -> Gradients:
+    """Gradients of the summed losses of all chains at their full length."""
     drafter.zero_grad()
     batch = build_batch(
         packed, sample_chains(packed.max_chain_lengths, K, 1.0, np.random.default_rng(0))

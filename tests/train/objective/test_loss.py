@@ -1,4 +1,4 @@
-"""The chunked loss: value and gradient equal autograd on whole logits, which it never holds."""
+"""The chunked loss: its value and gradient equal autograd on full logits."""
 
 import pytest
 import torch
@@ -54,8 +54,8 @@ def test_equals_autograd(chunk: int, kind: str, mix: float, softcap: float):
 
 
 @pytest.mark.parametrize(("kind", "mix"), KINDS)
-def test_a_captured_teacher_that_knows_every_token_is_the_whole_one(kind: str, mix: float):
-    """Its likeliest first, some outside the draft vocabulary."""
+def test_a_captured_teacher_with_every_token_equals_hidden_states(kind: str, mix: float):
+    """Tokens are sorted by probability; some are outside the draft vocabulary."""
     normed, teacher, depth, head = make()
     whole = Loss(head, K, kind, mix, 0.7, 0.0)(normed, teacher, depth, 0.01)
     logits, ids = (teacher @ head.T).sort(-1, descending=True)
@@ -73,7 +73,7 @@ def test_a_captured_teacher_equals_autograd(kind: str):
     normed, teacher, depth, head = make()
     logits, ids = (teacher @ head.T).topk(4)
     ids[::2, 1] = -1
-    ids[5] = -1  # nothing known: the row counts nothing
+    ids[5] = -1  # No token of this row is known, so its loss is zero.
     output = Loss(head, K, kind, 0.9, 1.0, 0.0)(normed, TopKLogits(logits, ids), depth, 1.0)
     leaf = normed.clone().requires_grad_()
     known = torch.full((ROWS, V + 1), -torch.inf).scatter(-1, ids % (V + 1), logits)[:, :V]
@@ -104,8 +104,8 @@ def test_probabilities_of_the_teachers_best_tokens():
     torch.testing.assert_close(probs, (normed @ head.T).softmax(-1)[torch.arange(ROWS), best])
 
 
-def test_depth_weights_and_scale_reach_the_gradient_alone():
-    """Logged losses stay those of the rows: runs with other weights can be compared."""
+def test_depth_weights_and_scale_affect_the_gradient_only():
+    """Logged losses stay unweighted, so that runs with other weights can be compared."""
     normed, teacher, _, head = make()
     depth = torch.full((ROWS,), 3, dtype=torch.int32)
     plain = Loss(head, K, "kl", 1.0, 1.0, 0.0)(normed, teacher, depth, 1.0)
@@ -125,8 +125,8 @@ def test_the_gradient_of_a_perfect_row_is_zero():
     )
 
 
-def test_no_more_than_a_chunk_of_logits_at_once(monkeypatch):
-    """Nothing of [rows, vocabulary] is made: no product with lm_head has more rows than a chunk."""
+def test_logits_are_computed_in_chunks(monkeypatch):
+    """No product with lm_head has more rows than a chunk."""
     largest, plain = [], torch.nn.functional.linear
 
     def spy(x: Tensor, weight: Tensor) -> Tensor:
@@ -148,8 +148,8 @@ def test_no_rows_at_all():
     assert output.gradient.shape == (0, D) and not output.sums.rows.any()
 
 
-def test_one_shape_for_compiled_code():
-    """From one chunk on, every call has a full chunk; fewer rows are not padded."""
+def test_compiled_code_gets_one_shape():
+    """With at least one chunk of rows, every call has a full chunk; fewer rows are not padded."""
     normed, teacher, depth, head = make()
     loss, shapes = Loss(head, K, "kl", 1.0, 1.0, 0.0, chunk_rows=16), []
     plain = loss.chunk_loss

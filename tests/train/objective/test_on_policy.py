@@ -1,4 +1,4 @@
-"""Anchors by mistakes and the loss for trees: worked examples, and no effect when they are off."""
+"""On-policy weights of anchors and the tree loss: worked examples, and no effect if disabled."""
 
 from pathlib import Path
 
@@ -33,7 +33,9 @@ def test_the_gain_of_a_tree() -> None:
     [expected] = torch.autograd.grad(kept.sum(), log_q)
     gain = tree_gain(log_q.detach().exp())
     torch.testing.assert_close(gain.flip(1).cumsum(1).flip(1), expected)
-    assert gain[0, 1:3].min() > 3 * gain[1, :2].max(), "paths near the threshold matter most"
+    assert gain[0, 1:3].min() > 3 * gain[1, :2].max(), (
+        "paths near the threshold must have the largest gain"
+    )
     missing = tree_gain(torch.tensor([[0.5, 0.0, 0.0]]))
     assert missing[0, 0] > 0 and not missing[0, 1:].any()
 
@@ -45,13 +47,13 @@ def run_losses(folder: Path, **changes: object) -> list[float]:
 
 
 def test_off_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it runs; a share of 0 gives the same bits."""
+    """Disabled, none of this code runs; `on_policy=0.0` gives the same bits."""
     plain = run_losses(tmp_path / "a")
     weighted = run_losses(tmp_path / "b", on_policy=0.8)
     assert plain[0] == pytest.approx(weighted[0]) and plain[2] != weighted[2]
 
     def refuse(*_: object) -> None:
-        raise AssertionError("it is off")
+        raise AssertionError("called although it is disabled")
 
     monkeypatch.setattr(gradients, "landing_weights", refuse)
     monkeypatch.setattr(length_objective, "tree_gain", refuse)

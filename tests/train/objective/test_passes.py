@@ -1,6 +1,4 @@
-"""A training row equals the inference row: the same logits at every depth, for a drafter that
-has been trained.
-"""
+"""A training row equals the inference row: trained drafters give the same logits at every depth."""
 
 import json
 from dataclasses import replace
@@ -21,8 +19,8 @@ from peagle.train.objective.gradients import run_level
 from peagle.train.objective.passes import DrafterPasses, rows_before_in_chain
 from tests.support.models.tiny_models import AUX
 from tests.support.train.training import (
-    EAGLE3_RUNGS,
-    RUNGS,
+    EAGLE3_EXTENSIONS,
+    EXTENSIONS,
     Trained,
     some_batch,
     some_pack,
@@ -38,9 +36,9 @@ def document(one: Trained, number: int) -> np.ndarray:
     return np.array(json.loads(one.data.read_text().splitlines()[number])["ids"])
 
 
-def looped(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, Tensor]:
-    """(logits [K, V], drafts [K]) of the decoding loop, ids[:n] consumed in two passes, a
-    rejected draft between. The logits are those of the last pass of a refinement.
+def decoded(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, Tensor]:
+    """(logits [K, V], drafts [K]) of the decoding loop, which consumes ids[:n] in two passes
+    with a rejected draft between them. The logits are those of the last pass of a refinement.
     """
     one.target.tap(AUX)
     seen: list[Tensor] = []
@@ -60,10 +58,10 @@ def looped(one: Trained, ids: list[int], n: int, monkeypatch) -> tuple[Tensor, T
 
 
 @torch.no_grad()
-def trained_rows(
+def training_rows(
     one: Trained, packed: PackedDocuments, anchors: np.ndarray, drafts: Tensor, shift: int = 0
 ) -> Tensor:
-    """[anchors, K, V]: the training forward over a whole pack_sequences. EAGLE-3 is fed `drafts`
+    """[anchors, K, V]: the training forward over a whole pack. EAGLE-3 is fed `drafts`
     [anchors, K].
     """
     by_depth = one.drafter.config.method != "p-eagle"
@@ -106,49 +104,47 @@ def trained_rows(
 
 KINDS = [
     *((method, vocab, "") for method in METHODS for vocab in (0, 48)),
-    *(("p-eagle", 48, rung) for rung in RUNGS),
-    *(("eagle3", 48, rung) for rung in EAGLE3_RUNGS),
+    *(("p-eagle", 48, extension) for extension in EXTENSIONS),
+    *(("eagle3", 48, extension) for extension in EAGLE3_EXTENSIONS),
 ]
 
 
-@pytest.mark.parametrize(("method", "draft_vocab", "rung"), KINDS)
+@pytest.mark.parametrize(("method", "draft_vocab", "extension"), KINDS)
 def test_a_training_row_equals_the_inference_row(
-    method: Method, draft_vocab: int, rung: str, monkeypatch
+    method: Method, draft_vocab: int, extension: str, monkeypatch
 ):
-    one = trained(method, draft_vocab, rung)
+    one = trained(method, draft_vocab, extension)
     ids = document(one, 3)
-    before = document(one, 5)  # another document of the pack_sequences: it must not matter
+    before = document(one, 5)  # another document of the pack, which must not matter
     packed = pack_sequences([(before, before > 0), (ids, ids > 0)])
-    loops = [looped(one, ids.tolist(), n, monkeypatch) for n in PREFIXES]
+    loops = [decoded(one, ids.tolist(), n, monkeypatch) for n in PREFIXES]
     logits, drafts = (torch.stack(part) for part in zip(*loops, strict=True))
     anchors = len(before) + np.array(PREFIXES) - 1
     torch.testing.assert_close(
-        trained_rows(one, packed, anchors, drafts), logits, rtol=1e-4, atol=1e-5
+        training_rows(one, packed, anchors, drafts), logits, rtol=1e-4, atol=1e-5
     )
     for shift in (1, -1):  # the control: hidden states off by one position
-        wrong = trained_rows(one, packed, anchors, drafts, shift)
+        wrong = training_rows(one, packed, anchors, drafts, shift)
         assert (wrong - logits).abs().amax((1, 2)).min() > 0.01, (
-            "a shift of the hidden states goes unnoticed"
+            "a shift of the hidden states is not detected"
         )
 
 
-@pytest.mark.parametrize("rung", ["inject", "bidirectional", "convolution", "refinement"])
-def test_every_rung_matters(rung: str, monkeypatch):
-    """The same drafter without it says something else; the real row of a bidirectional block
-    does not.
-    """
-    one = trained("p-eagle", 48, rung)
-    plain = Drafter(replace(one.drafter.config, **{rung: False}))
+@pytest.mark.parametrize("extension", ["inject", "bidirectional", "convolution", "refinement"])
+def test_every_extension_matters(extension: str, monkeypatch):
+    """Without its extension, the drafter gives other logits, in row 0 only for some extensions."""
+    one = trained("p-eagle", 48, extension)
+    plain = Drafter(replace(one.drafter.config, **{extension: False}))
     plain.load_state_dict(
-        {name: t for name, t in one.drafter.state_dict().items() if rung not in name}
+        {name: t for name, t in one.drafter.state_dict().items() if extension not in name}
     )
     plain.set_embed_and_head(one.drafter.embed_tokens, one.drafter.lm_head, one.drafter.target_ids)
     ids = document(one, 3).tolist()
     with_it, without = (
-        looped(o, ids, 10, monkeypatch)[0] for o in (one, replace(one, drafter=plain.eval()))
+        decoded(o, ids, 10, monkeypatch)[0] for o in (one, replace(one, drafter=plain.eval()))
     )
     differs = ((with_it - without).abs().amax(1) > 1e-3).tolist()
-    changes_first_row = rung in ("inject", "refinement")
+    changes_first_row = extension in ("inject", "refinement")
     assert differs[1:-1] == [True] * (K - 2) and differs[0] == changes_first_row
 
 
@@ -157,19 +153,17 @@ def test_the_normed_feedback_matters(monkeypatch):
     one = trained("eagle3", 48, "norm_output")
     assert one.drafter.config.norm_output
     ids = document(one, 3).tolist()
-    with_it = looped(one, ids, 10, monkeypatch)[0]
+    with_it = decoded(one, ids, 10, monkeypatch)[0]
     one.drafter.config = replace(one.drafter.config, norm_output=False)
     try:
-        without = looped(one, ids, 10, monkeypatch)[0]
+        without = decoded(one, ids, 10, monkeypatch)[0]
     finally:
         one.drafter.config = replace(one.drafter.config, norm_output=True)
     assert ((with_it - without).abs().amax(1) > 1e-3).tolist() == [False] + [True] * (K - 1)
 
 
 def test_a_corrected_training_row_equals_the_pair():
-    """What training makes of a row and the token before it is what the chain reads off the pairs
-    of candidates.
-    """
+    """A row that training corrects by the token before it equals the score of that pair."""
     drafter = trained("p-eagle", 48, "dependency").drafter
     torch.manual_seed(0)
     normed = torch.randn(3, K, drafter.config.hidden_size)
@@ -178,27 +172,28 @@ def test_a_corrected_training_row_equals_the_pair():
     torch.testing.assert_close(pairs[:, 0, 0], plain[:, 0].gather(-1, ids[:, 0]))
     passes = DrafterPasses(drafter)
     for row, before in ((1, 0), (4, 13)):
-        told = drafter.target_token_ids(ids[:, row - 1, before])
-        logits = drafter.logits(passes("apply_dependency", normed[:, row], told))
+        previous_ids = drafter.target_token_ids(ids[:, row - 1, before])
+        logits = drafter.logits(passes("apply_dependency", normed[:, row], previous_ids))
         torch.testing.assert_close(
             pairs[:, row, before], logits.gather(-1, ids[:, row]), rtol=1e-4, atol=1e-4
         )
-        assert (logits - plain[:, row]).abs().amax() > 0.1, "nothing is corrected"
+        assert (logits - plain[:, row]).abs().amax() > 0.1, "the dependency has no effect"
         assert torch.equal(
-            passes("apply_dependency", normed[:, row], torch.full_like(told, -1)), normed[:, row]
+            passes("apply_dependency", normed[:, row], torch.full_like(previous_ids, -1)),
+            normed[:, row],
         )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_depth_matters(method: Method, monkeypatch):
-    """The comparison above is not one of rows that all say the same."""
-    logits, _ = looped(trained(method), document(trained(method), 3).tolist(), 10, monkeypatch)
+    """Rows of different depths differ, so the comparison above is meaningful."""
+    logits, _ = decoded(trained(method), document(trained(method), 3).tolist(), 10, monkeypatch)
     assert (logits[1:] - logits[:-1]).abs().amax(1).min() > 0.005
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_training_gave_lies_in_the_folder(method: Method):
-    """Trained, of the trained sizes, and better than at the start."""
+def test_the_folder_has_the_trained_drafter(method: Method):
+    """It is marked as trained, has the configured sizes, and its loss fell."""
     one = trained(method)
     losses = [entry["loss"] for entry in one.entries if "loss" in entry]
     assert (
@@ -210,8 +205,8 @@ def test_what_training_gave_lies_in_the_folder(method: Method):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-def test_autocast_keeps_weights():
-    """Below float32 only the arithmetic changes."""
+def test_autocast_keeps_weights_in_float32():
+    """In bfloat16, weights stay in float32."""
     one = trained("p-eagle")
     ids = document(one, 1)
     packed = pack_sequences([(ids, ids > 0)])
@@ -229,7 +224,7 @@ def test_autocast_keeps_weights():
 
 @pytest.mark.parametrize("segments", [1, 3])
 def test_no_two_rows_read_the_same_row_before(segments: int):
-    """Padding rows read themselves: not the padding of the context, which is any numbers."""
+    """Padding rows read themselves, not the padding of the context, which has arbitrary values."""
     batch = some_batch(some_pack(), 5, segments=segments)
     for segment in batch.segments:
         [level] = segment.levels

@@ -1,4 +1,4 @@
-"""Our Muon is PyTorch's, with matrices of one shape together; Optimizers share the rates out."""
+"""Muon equals PyTorch's, although it batches matrices of one shape; learning rate schedules."""
 
 import copy
 import math
@@ -31,13 +31,13 @@ def step(
     optimizer.step()
 
 
-def theirs(parameters: list[nn.Parameter], **options: object) -> torch.optim.Optimizer:
+def torch_muon(parameters: list[nn.Parameter], **options: object) -> torch.optim.Optimizer:
     return torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **(OPTIONS | options))
 
 
-def assert_close(mine: list[nn.Parameter], others: list[nn.Parameter], moved_by: float) -> None:
-    """bfloat16 iterations batched or not may round otherwise: a few per cent of an update."""
-    for a, b in zip(mine, others, strict=True):
+def assert_close(mine: list[nn.Parameter], expected: list[nn.Parameter], moved_by: float) -> None:
+    """Batched iterations in bfloat16 round differently, by a few percent of an update."""
+    for a, b in zip(mine, expected, strict=True):
         torch.testing.assert_close(a.data, b.data, rtol=0, atol=0.05 * moved_by)
 
 
@@ -45,41 +45,41 @@ def assert_close(mine: list[nn.Parameter], others: list[nn.Parameter], moved_by:
     "options", [{}, {"weight_decay": 0.0}, {"nesterov": False}, {"momentum": 0.5}], ids=str
 )
 def test_equals_torch(options: dict):
-    mine, others = matrices(), matrices()
-    ours, plain = Muon(mine, **(OPTIONS | options)), theirs(others, **options)
+    mine, expected = matrices(), matrices()
+    ours, plain = Muon(mine, **(OPTIONS | options)), torch_muon(expected, **options)
     for seed in range(5):
         step(ours, mine, seed, leave_out=2 if seed == 3 else -1)
-        step(plain, others, seed, leave_out=2 if seed == 3 else -1)
-    moved = float((others[0] - matrices()[0]).detach().abs().max())
+        step(plain, expected, seed, leave_out=2 if seed == 3 else -1)
+    moved = float((expected[0] - matrices()[0]).detach().abs().max())
     assert moved > 0.02
-    assert_close(mine, others, moved)
+    assert_close(mine, expected, moved)
 
 
 @pytest.mark.parametrize("back", [False, True])
 def test_states_are_interchangeable(back: bool):
-    """Three steps with one, two more with the other, from its state dict: as five with torch's."""
-    mine, others = matrices(), matrices()
-    ours, plain = Muon(mine, **OPTIONS), theirs(others)
+    """Three steps with one optimizer and two with the other equal five steps of torch."""
+    mine, expected = matrices(), matrices()
+    ours, plain = Muon(mine, **OPTIONS), torch_muon(expected)
     straight = matrices()
-    reference = theirs(straight)
+    reference = torch_muon(straight)
     for seed in range(3):
         step(ours, mine, seed)
-        step(plain, others, seed)
+        step(plain, expected, seed)
         step(reference, straight, seed)
-    first, second = (others, mine) if back else (mine, others)
-    giver, taker = (plain, ours) if back else (ours, plain)
+    first, second = (expected, mine) if back else (mine, expected)
+    source, destination = (plain, ours) if back else (ours, plain)
     for a, b in zip(first, second, strict=True):
         b.data.copy_(a.data)
-    assert giver.state_dict().keys() == taker.state_dict().keys()
-    taker.load_state_dict(copy.deepcopy(giver.state_dict()))
+    assert source.state_dict().keys() == destination.state_dict().keys()
+    destination.load_state_dict(copy.deepcopy(source.state_dict()))
     for seed in range(3, 5):
-        step(taker, second, seed)
+        step(destination, second, seed)
         step(reference, straight, seed)
     assert_close(second, straight, 0.1)
 
 
 def test_the_update_is_orthogonal():
-    """Singular values near 1, whatever the gradient's."""
+    """Singular values of the update are near 1 for any gradient."""
     x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1)) * 100
     for y in (
         orthogonalize(x, (3.4445, -4.775, 2.0315), 5, 1e-7),
@@ -89,28 +89,30 @@ def test_the_update_is_orthogonal():
         assert float(values.min()) > 0.6 and float(values.max()) < 1.3
 
 
-def parts(optimizer: str) -> tuple[nn.Module, Optimizers]:
+def make_optimizers(optimizer: str) -> tuple[nn.Module, Optimizers]:
     drafter = make_drafter(make_target(), "p-eagle", 2).requires_grad_(True)
     drafter.make_embeddings_trainable()
     return drafter, Optimizers(drafter, TrainConfig(optimizer=optimizer, lr=0.01, warmup=0.2), 20)
 
 
-def test_muon_takes_the_matrices_and_adamw_the_rest():
-    drafter, optimizers = parts("muon")
+def test_muon_gets_the_matrices_and_adamw_the_rest():
+    drafter, optimizers = make_optimizers("muon")
     names = {id(p): name for name, p in drafter.named_parameters()}
     adamw, muon = (
         [names[id(p)] for group in part.param_groups for p in group["params"]]
         for part in optimizers.parts
     )
-    assert sorted(adamw + muon) == sorted(names.values()), "every parameter once"
+    assert sorted(adamw + muon) == sorted(names.values()), (
+        "every parameter must have exactly one optimizer"
+    )
     assert "embed_tokens" in adamw and "mask_hidden" in adamw and "fc.weight" in muon
     assert all(name.endswith("proj.weight") or name == "fc.weight" for name in muon)
-    assert len(parts("adamw")[1].parts) == 1
+    assert len(make_optimizers("adamw")[1].parts) == 1
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_moves_everything_and_forgets(optimizer: str):
-    drafter, optimizers = parts(optimizer)
+def test_a_step_changes_every_parameter_and_clears_gradients(optimizer: str):
+    drafter, optimizers = make_optimizers(optimizer)
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     for p in drafter.parameters():
         p.grad = torch.ones_like(p)
@@ -121,8 +123,8 @@ def test_a_step_moves_everything_and_forgets(optimizer: str):
 
 
 @pytest.mark.parametrize(("optimizer", "largest_step"), [("adamw", 8), ("muon", 1)])
-def test_the_gate_of_a_convolution_moves_slowly(optimizer: str, largest_step: float):
-    """Its outputs and `base` are factors of a state; `base` moves by lr."""
+def test_the_gate_of_a_convolution_changes_slowly(optimizer: str, largest_step: float):
+    """Outputs of the gate and `base` are factors of a state; `base` changes by lr."""
     drafter = make_drafter(make_target(), "p-eagle", 2, convolution=True).requires_grad_(True)
     optimizers = Optimizers(drafter, TrainConfig(optimizer=optimizer, lr=0.01, warmup=0.0), 20)
     convolution = drafter.convolution[0]
@@ -139,17 +141,21 @@ def test_the_gate_of_a_convolution_moves_slowly(optimizer: str, largest_step: fl
     assert lr / 10 < largest < largest_step * lr, largest / lr
 
 
-SHARES: dict[str, list[Tensor | float]] = {
+LR_FRACTIONS: dict[str, list[Tensor | float]] = {
     "cosine": [0.1 + 0.9 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(9)],
     "linear": [0.1 + 0.9 * (1 - i / 8) for i in range(9)],
     "constant": [1.0] * 9,
 }
 
 
-@pytest.mark.parametrize("schedule", SHARES)
+@pytest.mark.parametrize("schedule", LR_FRACTIONS)
 def test_schedules(schedule: str):
     config = TrainConfig(schedule=schedule, warmup=0.2, final_lr=0.1)
     optimizers = Optimizers(nn.Linear(2, 2), config, 10)
     assert [optimizers.lr_fraction(i) for i in range(2)] == [0.5, 1.0]
-    assert optimizers.lr_fraction(1.9) == 1.0, "a step that is a fraction stays at the peak"
-    assert [optimizers.lr_fraction(i) for i in range(2, 11)] == pytest.approx(SHARES[schedule])
+    assert optimizers.lr_fraction(1.9) == 1.0, (
+        "a fractional step after the warmup has the peak rate"
+    )
+    assert [optimizers.lr_fraction(i) for i in range(2, 11)] == pytest.approx(
+        LR_FRACTIONS[schedule]
+    )

@@ -1,5 +1,5 @@
-"""Two processes give what one gives: DDP and FSDP over gloo, steps with a pack for one process
-only, list_states of either.
+"""Two processes train as one does: DDP and FSDP over gloo, steps in which only one process has a
+pack, and states that either can resume.
 
 The processes run this file as a script, with the variables torchrun would set.
 """
@@ -21,11 +21,11 @@ from peagle.train.optim.parallel import World, join_processes
 from peagle.train.state import list_states
 from peagle.train.trainer import Trainer
 from tests.support.models.tiny_models import make_target
-from tests.support.train.training import RUNGS, make_run, some_config, train, write_answers
+from tests.support.train.training import EXTENSIONS, make_run, some_config, train, write_answers
 
 KINDS = ("ddp", "fsdp")
 METHODS = ("p-eagle", "eagle3")
-# 16 documents of 24 tokens, 5 in a pack: 4 packs an epoch, so every second step has one pack only
+# 16 documents of 24 tokens, 5 in a pack: an epoch has 4 packs, so every second step has one pack.
 SETTINGS = {
     "pack_tokens": 128,
     "k": 3,
@@ -38,8 +38,8 @@ SETTINGS = {
 
 
 def run(folder: Path, kind: str, method: str, world: World = World(), **more: float) -> Trainer:  # noqa: B008
-    """Trains in folder/`kind method`, from its newest state if there is one."""
-    extensions = RUNGS["all"] if method == "p-eagle" else {"train_embeddings": True}
+    """Train in folder/`kind method`, from its newest state if there is one."""
+    extensions = EXTENSIONS["all"] if method == "p-eagle" else {"train_embeddings": True}
     settings = SETTINGS | {"parallel": kind, "method": method} | extensions
     config = some_config(folder / "answers.jsonl", folder / f"{kind} {method}", **settings)
     trainer = make_run(make_target(), config, world)
@@ -48,8 +48,8 @@ def run(folder: Path, kind: str, method: str, world: World = World(), **more: fl
     return trainer
 
 
-def one_of_two(folder: Path) -> None:
-    """Each run is stopped after its first step, by one process's clock, and resumed."""
+def train_in_process(folder: Path) -> None:
+    """Stop each run after its first step, by the clock of one process, and resume it."""
     torch.set_num_threads(1)
     world, _ = join_processes("cpu")
     assert world.size == 2
@@ -72,7 +72,7 @@ def losses(folder: Path) -> list[float]:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that no other program gets; processes that set SO_REUSEADDR may listen on it."""
+    """Reserve a free port, on which processes that set SO_REUSEADDR can listen."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("", 0))
@@ -81,7 +81,7 @@ def reserved_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Everything two processes and one have trained: `ddp p-eagle`, ..., and `alone/...`."""
+    """The runs of two processes, `ddp p-eagle`, ..., and of one process, `alone/...`."""
     folder = tmp_path_factory.mktemp("parallel")
     write_answers(make_target(), folder / "answers.jsonl", count=16, tokens=20)
     with reserved_port() as port:
@@ -129,8 +129,8 @@ def test_two_processes_train_as_one(folder: Path, kind: str, method: str):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_process_goes_on_where_two_stopped(folder: Path, kind: str, method: str, tmp_path):
-    """The state holds whole tensors, whoever wrote it: weights and both moments."""
+def test_one_process_resumes_a_run_of_two(folder: Path, kind: str, method: str, tmp_path):
+    """A state has full weights and optimizer moments for any number of processes."""
     both = folder / f"{kind} {method}"
     shutil.copy(folder / "answers.jsonl", tmp_path)
     shutil.copytree(both, tmp_path / both.name)
@@ -142,7 +142,7 @@ def test_one_process_goes_on_where_two_stopped(folder: Path, kind: str, method: 
 
 
 def test_some_steps_leave_a_process_without_a_pack(folder: Path):
-    """What the above must cover: two packs and one, then one and none."""
+    """The steps above include two packs and one, and one pack and none."""
     config = some_config(folder / "answers.jsonl", folder / "nothing", **SETTINGS)
     counts = []
     for rank in range(2):
@@ -158,16 +158,16 @@ def test_one_process_needs_no_group():
     assert world.sum_number(3.0, torch.device("cpu")) == 3.0
 
 
-def fork_both(folder: Path) -> None:
-    """Two processes import what they need once. If one ends early, so does the other."""
+def train_in_two_processes(folder: Path) -> None:
+    """Fork the second process, which saves its imports, and exit with its status."""
     child = os.fork()
     rank = "0" if child else "1"
     os.environ.update(RANK=rank, LOCAL_RANK=rank)
-    one_of_two(folder)
+    train_in_process(folder)
     if child:
         _, status = os.waitpid(child, 0)
         sys.exit(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":
-    fork_both(Path(sys.argv[1]))
+    train_in_two_processes(Path(sys.argv[1]))

@@ -26,7 +26,7 @@ def tiny_weights() -> RoundedWeights:
     return RoundedWeights(drafter, ROWS)
 
 
-def test_weights_are_rounded_inside_only() -> None:
+def test_weights_are_rounded_inside_the_context_only() -> None:
     weights = tiny_weights()
     before = [m.detach().clone() for m in weights.matrices]
     assert len(before) >= 2 * 7, "the matrices of two layers"
@@ -39,7 +39,7 @@ def test_weights_are_rounded_inside_only() -> None:
         assert torch.allclose(rounded, decoded, atol=1e-6) and not torch.equal(rounded, exact)
 
 
-def test_scales_are_found_again_after_some_steps() -> None:
+def test_scales_are_recomputed_after_some_steps() -> None:
     weights = tiny_weights()
     with weights.in_use(3):
         scales = weights.scales
@@ -51,7 +51,7 @@ def test_scales_are_found_again_after_some_steps() -> None:
         assert torch.allclose(weights.scales[0], 2 * scales[0])
 
 
-def test_exact_weights_come_back_after_an_error() -> None:
+def test_exact_weights_are_restored_after_an_error() -> None:
     weights = tiny_weights()
     before = [m.detach().clone() for m in weights.matrices]
     with pytest.raises(InterruptedError), weights.in_use(0):
@@ -75,35 +75,37 @@ def rounded_steps(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[int
     return steps
 
 
-def test_the_last_part_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_steps_of_a_run_are_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = start(config_in(tmp_path, steps=8, bits=4, rounded=0.5))
     assert rounded_steps(trainer, monkeypatch) == [4, 5, 6, 7]
 
 
-def test_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_in_a_timed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 6 seconds, the last 2.4 are rounded; the first step does not count."""
     config = config_in(tmp_path, steps=10_000, minutes=0.1, bits=4, rounded=0.4)
     trainer = start(config)
-    spent = [0.0]
+    elapsed = [0.0]
     plain = trainer._train_step
 
     def step(batches: Any) -> Any:
         sums = plain(batches)
-        spent[0] += 1
+        elapsed[0] += 1
         return sums
 
     monkeypatch.setattr(trainer, "_train_step", step)
-    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: spent[0])
+    monkeypatch.setattr("peagle.train.trainer.time.perf_counter", lambda: elapsed[0])
     assert rounded_steps(trainer, monkeypatch) == [5, 6]
 
 
-def test_scales_of_a_part_that_is_over_are_forgotten(tmp_path: Path) -> None:
+def test_scales_are_dropped_when_rounding_ends(tmp_path: Path) -> None:
     trainer = start(config_in(tmp_path, steps=8, bits=4, rounded=0.5))
     weights = trainer.rounded_weights
     assert weights is not None
     with weights.in_use(7):
         assert weights.scales
-    with trainer._rounding():  # It is at step 0.
+    with trainer._rounding():  # The step of the trainer is 0.
         assert not weights.scales
 
 

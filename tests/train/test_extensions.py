@@ -1,5 +1,5 @@
-"""What a plain drafter has not (inject, bidirectional, dependency, confidence): begins as
-nothing, is learned, kept.
+"""Extensions of a plain drafter (inject, bidirectional, convolution, refinement, dependency,
+confidence): they start without effect, are trained, stored and served.
 """
 
 import copy
@@ -40,7 +40,7 @@ from peagle.train.trainer import Trainer
 from tests.support.engine.engines import K, engine_of, pair_of, serve
 from tests.support.models.tiny_models import AUX, make_drafter, make_target
 from tests.support.train.training import (
-    RUNGS,
+    EXTENSIONS,
     make_run,
     prompts,
     some_answers,
@@ -54,10 +54,10 @@ from tests.support.train.training import (
 GREEDY = Sampling()
 
 
-def shaken(
+def with_noise(
     target: Target, layers: int = 3, draft_vocab: int | None = 40, **switches: Any
 ) -> Drafter:
-    """No weight at zero, and rows that differ."""
+    """A drafter with noise on every weight, so that no weight is zero and rows differ."""
     drafter, generator = (
         make_drafter(target, "p-eagle", layers, draft_vocab, **switches),
         torch.Generator(),
@@ -68,12 +68,10 @@ def shaken(
     return drafter
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_with_and_without_a_cache(rung: str, target: Target, prompt) -> None:
-    """The same drafts: of a prompt at once, and after a step of which the last token was
-    rejected.
-    """
-    drafter = shaken(target, **RUNGS[rung])
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_with_and_without_a_cache(extension: str, target: Target, prompt) -> None:
+    """The drafts are the same after a prompt, and after a step with a rejected token."""
+    drafter = with_noise(target, **EXTENSIONS[extension])
     target.tap(AUX)
     ids = torch.tensor(prompt(12))
     g, more = target.forward(ids).hidden, torch.randn(1, 3 * 32)
@@ -85,20 +83,20 @@ def test_with_and_without_a_cache(rung: str, target: Target, prompt) -> None:
         assert torch.equal(first, reference.propose(drafter, g[:7], ids[:8], k))
         assert torch.equal(second, reference.propose(drafter, g[:11], ids, k))
         assert k < 6 or len(torch.cat([first, second]).unique()) > 2, (
-            "drafts that are all alike say little"
+            "the drafts hardly differ, so the comparison proves little"
         )
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_it_begins_as_the_plain_drafter(rung: str, target: Target, prompt) -> None:
-    """Same seed, same drafts; a bidirectional block has no weights of its own."""
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_it_starts_as_the_plain_drafter(extension: str, target: Target, prompt) -> None:
+    """With the same seed, weights and drafts are the same; `bidirectional` adds no weights."""
     plain, more = (
         make_drafter(target, "p-eagle", 2, 40),
-        make_drafter(target, "p-eagle", 2, 40, **RUNGS[rung]),
+        make_drafter(target, "p-eagle", 2, 40, **EXTENSIONS[extension]),
     )
     own = more.state_dict()
     assert all(torch.equal(own.pop(name), tensor) for name, tensor in plain.state_dict().items())
-    assert bool(own) == (rung != "bidirectional")
+    assert bool(own) == (extension != "bidirectional")
     if not more.config.bidirectional:
         target.tap(AUX)
         ids = torch.tensor(prompt(12))
@@ -107,8 +105,8 @@ def test_it_begins_as_the_plain_drafter(rung: str, target: Target, prompt) -> No
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_folder_keeps_them(int8: bool, target: Target, tmp_path: Path) -> None:
-    drafter = shaken(target, **RUNGS["all"], calibration=(1.0, 0.8, 0.7))
+def test_folders_store_them(int8: bool, target: Target, tmp_path: Path) -> None:
+    drafter = with_noise(target, **EXTENSIONS["all"], calibration=(1.0, 0.8, 0.7))
     compact.save(drafter, tmp_path / "d", target, rows=INT8 if int8 else None)
     assert checkpoint.read(tmp_path / "d").problems() == []
     back = checkpoint.load(tmp_path / "d", target)
@@ -121,7 +119,7 @@ def test_a_folder_keeps_them(int8: bool, target: Target, tmp_path: Path) -> None
     assert same == 1 or (int8 and same > 0.8)
 
 
-def test_folders_of_before_still_load(target: Target, tmp_path: Path) -> None:
+def test_folders_without_the_new_keys_load(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 2)
     compact.save(drafter, tmp_path / "d", target)
     file = tmp_path / "d" / "config.json"
@@ -133,7 +131,7 @@ def test_folders_of_before_still_load(target: Target, tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "d", target).config == drafter.config
 
 
-def test_a_lacking_tensor_is_named(target: Target, tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(target: Target, tmp_path: Path) -> None:
     compact.save(make_drafter(target, "p-eagle", 2), tmp_path / "d", target)
     file = tmp_path / "d" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dependency": 8}))
@@ -141,26 +139,26 @@ def test_a_lacking_tensor_is_named(target: Target, tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "d", target)
 
 
-def test_lean_layers_inject(prompt) -> None:
-    """They draft what the plain ones draft, and accept as many; without what is injected they
-    would not.
-    """
+def test_fused_layers_inject(prompt) -> None:
+    """The engine drafts and accepts what the plain loop does, but not without `inject`."""
     one = trained("p-eagle", 48, "inject")
     drafter = copy.deepcopy(one.drafter)
     for linear in drafter.inject:
         linear.weight.data.mul_(3)
-    asked = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
+    requests = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
     served = []
     for injected in (True, False):
         engine = engine_of(pair_of(one.target, {"p-eagle": drafter}), "p-eagle")
         if not injected:
             engine.loop.stepper.drafter.layers.inject = None
-        served.append([[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, asked)])
+        served.append(
+            [[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, requests)]
+        )
     one.target.tap(AUX)
-    alone = [
-        list(decode(one.target, proposer_for(drafter), ids, K, 20, GREEDY)) for ids, _ in asked
+    expected = [
+        list(decode(one.target, proposer_for(drafter), ids, K, 20, GREEDY)) for ids, _ in requests
     ]
-    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in alone]
+    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in expected]
     assert (
         served[0] != served[1]
         and sum(accepted for steps in served[0] for _, accepted in steps) > 20
@@ -168,25 +166,27 @@ def test_lean_layers_inject(prompt) -> None:
 
 
 def test_fused_layers_convolve(prompt) -> None:
-    """They draft what the plain ones draft, behind prompts and behind verified drafts."""
+    """The engine drafts and accepts what the plain loop does, but not without the convolution."""
     one = trained("p-eagle", 48, "convolution")
     drafter = copy.deepcopy(one.drafter)
     generator = torch.Generator().manual_seed(0)
     for part in drafter.convolution:
         for weight in part.parameters():
             weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
-    asked = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
+    requests = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
     served = []
     for convolved in (True, False):
         engine = engine_of(pair_of(one.target, {"p-eagle": drafter}), "p-eagle")
         if not convolved:
             engine.loop.stepper.drafter.layers.convolution = []
-        served.append([[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, asked)])
+        served.append(
+            [[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, requests)]
+        )
     one.target.tap(AUX)
-    alone = [
-        list(decode(one.target, proposer_for(drafter), ids, K, 20, GREEDY)) for ids, _ in asked
+    expected = [
+        list(decode(one.target, proposer_for(drafter), ids, K, 20, GREEDY)) for ids, _ in requests
     ]
-    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in alone]
+    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in expected]
     assert served[0] != served[1]
     assert sum(accepted for steps in served[0] for _, accepted in steps) > 20
 
@@ -194,27 +194,27 @@ def test_fused_layers_convolve(prompt) -> None:
 # Taps.
 
 
-def test_some_of_the_taps_at_hand(target: Target) -> None:
+def test_selecting_some_of_the_taps(target: Target) -> None:
     five, batch = (0, 1, 3, 5, 6), some_batch(some_pack(), 4)
-    alone, last = FeatureExtractor(target, AUX)(batch)
+    expected, last = FeatureExtractor(target, AUX)(batch)
     whole = FeatureExtractor(target, five)
     some = select_taps(whole, AUX)
     assert (
         isinstance(some, SelectedTaps)
-        and torch.equal(some(batch)[0], alone)
+        and torch.equal(some(batch)[0], expected)
         and torch.equal(some(batch)[1], last)
     )
     assert select_taps(some, five) is whole and select_taps(whole, five) is whole
-    target.tap(AUX)  # somebody else runs it in between
-    assert whole(batch)[0].shape[1] == 5 * 32 and torch.equal(some.uncached()(batch).taps, alone)
+    target.tap(AUX)  # other taps are set in between
+    assert whole(batch)[0].shape[1] == 5 * 32 and torch.equal(some.uncached()(batch).taps, expected)
     with pytest.raises(
         UserError, match=r"taps \[2\] are not among the available ones, \[0, 1, 3, 5, 6\]"
     ):
         select_taps(whole, (1, 2))
 
 
-def test_runs_share_a_store_of_more_taps(tmp_path: Path) -> None:
-    """The second run wants three of five: it trains as one with features of its own."""
+def test_runs_share_features_with_more_taps(tmp_path: Path) -> None:
+    """The second run selects three of five taps, and trains as one with its own features."""
     target, folder = some_answers()
     data, five = folder / "answers.jsonl", (0, 1, 3, 5, 6)
     first = make_run(
@@ -235,8 +235,8 @@ def test_runs_share_a_store_of_more_taps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aux", [AUX, (0, 1, 3, 5, 6)])
-def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Target) -> None:
-    """fc adds a copy of the last tap; what is injected begins as nothing."""
+def test_initialization_from_the_target_with_any_taps(aux: tuple[int, ...], target: Target) -> None:
+    """fc adds a copy of the last tap; the weights of `inject` start at zero."""
     trainer = make_run(
         target,
         some_config(some_answers()[1] / "answers.jsonl", Path("x"), aux_layer_ids=aux, layers=2),
@@ -291,13 +291,13 @@ def test_beginning_as_the_target_with_any_taps(aux: tuple[int, ...], target: Tar
         ),
     ],
 )
-def test_refused(wrong: dict, words: str) -> None:
+def test_settings_that_do_not_fit(wrong: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         TrainConfig(**wrong)
 
 
 def test_matrices_go_to_muon_and_the_confidence_to_adamw(target: Target) -> None:
-    drafter = make_drafter(target, "p-eagle", 2, **RUNGS["all"]).requires_grad_(True)
+    drafter = make_drafter(target, "p-eagle", 2, **EXTENSIONS["all"]).requires_grad_(True)
     adamw, muon = (
         {id(p) for group in part.param_groups for p in group["params"]}
         for part in Optimizers(drafter, TrainConfig(optimizer="muon"), 10).parts
@@ -314,7 +314,7 @@ def test_matrices_go_to_muon_and_the_confidence_to_adamw(target: Target) -> None
     drafter.requires_grad_(False)
     drafter.dependency.requires_grad_(True)
     assert len(Optimizers(drafter, TrainConfig(optimizer="muon"), 10).parts) == 1, (
-        "nothing is left for AdamW"
+        "AdamW has no parameters, so it should be left out"
     )
 
 
@@ -324,10 +324,10 @@ A, B, C, P, Q, S = 10, 20, 30, 40, 50, 60
 
 
 class Bigrams:
-    """FeatureExtractor of a target for which a token follows from the one before: S is followed
-    by A, B or C, these by P, Q, Q.
+    """FeatureExtractor of a target whose next token depends on the last one: S is followed by A,
+    B or C; A is followed by P, and B and C by Q.
 
-    Two places ahead of S the likeliest token is Q; behind the likeliest draft A, it is P.
+    Two positions after S, the likeliest token is Q; after the likeliest draft, A, it is P.
     """
 
     def __init__(self, target: Target) -> None:
@@ -380,8 +380,10 @@ def learned_plain(tmp_path_factory: pytest.TempPathFactory) -> Learned:
 
 
 @pytest.mark.slow
-def test_a_dependency_learns_what_rows_cannot_know(learned_plain: Learned, tmp_path: Path) -> None:
-    """With the drafter, and on top of the finished one, which stays as it is."""
+def test_a_dependency_learns_to_use_the_previous_token(
+    learned_plain: Learned, tmp_path: Path
+) -> None:
+    """Trained together with the drafter, or later, while the trained drafter is frozen."""
     plain, losses, length = learned_plain
     _, with_it, longer = learned(tmp_path, "together", dependency=8)
     assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
@@ -396,10 +398,10 @@ def test_a_dependency_learns_what_rows_cannot_know(learned_plain: Learned, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_refinement_learns_what_rows_cannot_know(
+def test_a_refinement_learns_to_use_the_previous_token(
     learned_plain: Learned, passes: int, tmp_path: Path
 ) -> None:
-    """With the drafter, whose own rows stay good, and on top of the finished one."""
+    """Trained together with the drafter, whose first pass stays good, or later and alone."""
     plain, losses, length = learned_plain
     together, with_it, longer = learned(tmp_path, "together", refinement=passes)
     assert with_it[1:].mean() < 0.8 * losses[1:].mean() and longer > length + 0.15
@@ -416,19 +418,19 @@ def test_a_refinement_learns_what_rows_cannot_know(
     assert {name.split(".")[0] for name in saved} == {"refinement"}
 
 
-def test_what_one_can_go_on_from(tmp_path: Path) -> None:
-    """A plain drafter may get everything; one that has it cannot lose it."""
+def test_initialization_from_drafters_with_other_extensions(tmp_path: Path) -> None:
+    """A plain drafter can get every extension, but an extended one cannot lose any."""
     target, folder = some_answers()
     data = folder / "answers.jsonl"
     first = make_run(
-        target, some_config(data, tmp_path / "first", steps=2, layers=2, **RUNGS["all"])
+        target, some_config(data, tmp_path / "first", steps=2, layers=2, **EXTENSIONS["all"])
     )
     train(first)
     compact.save(make_drafter(target, "p-eagle", 2), tmp_path / "plain", target)
     more = make_run(
         target,
         some_config(
-            data, tmp_path / "more", init=str(tmp_path / "plain"), layers=2, **RUNGS["all"]
+            data, tmp_path / "more", init=str(tmp_path / "plain"), layers=2, **EXTENSIONS["all"]
         ),
     )
     assert not more.drafter.dependency.out.weight.any() and not more.drafter.inject[0].weight.any()
@@ -444,8 +446,8 @@ def test_what_one_can_go_on_from(tmp_path: Path) -> None:
     assert apply_capture(more.config) is more.config
 
 
-def test_dropped_rows_are_the_same_however_often_it_starts(tmp_path: Path) -> None:
-    """Told or not, by the seed; the number of segments changes nothing."""
+def test_dropped_corrections_depend_on_the_seed_only(tmp_path: Path) -> None:
+    """The seed alone decides which rows are not corrected; the number of segments does not."""
     target, folder = some_answers()
     data = folder / "answers.jsonl"
     runs = []
