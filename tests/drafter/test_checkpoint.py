@@ -1,4 +1,4 @@
-"""Formats: what is written, what loads back, and that drafts survive the journey."""
+"""Drafter formats: written files, loading, and equal drafts after a round trip."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,8 @@ def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
     method, layers, vocab, switches = request.param
     drafter = make_drafter(target, method, layers, vocab, **switches)
     generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():  # every tensor counts: no norm stays at 1, no bias at 0
+    # No norm stays at 1 and no bias at 0, so that every tensor has an effect.
+    for parameter in drafter.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     return drafter
 
@@ -64,11 +65,11 @@ def test_round_trip(drafter: Drafter, target: Target, tmp_path: Path, to: str) -
     ):
         assert getattr(back.config, field) == getattr(drafter.config, field), field
     assert same_drafts(drafter, back, 6) == (48, 48)
-    if to != "peagle":  # complete: loads without a target
+    if to != "peagle":  # A complete folder loads without a target.
         assert same_drafts(drafter, checkpoint.load(folder, None), 6) == (48, 48)
 
 
-def test_compact_holds_only_what_differs(target: Target, tmp_path: Path) -> None:
+def test_compact_folders_omit_tensors_of_the_target(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 4, draft_vocab=40)
     drafter.mask_embedding.data.add_(1)
     compact.save(drafter, tmp_path / "d", target, torch.bfloat16)
@@ -104,7 +105,7 @@ def test_aws_layout_loads(tmp_path: Path) -> None:
     assert same_drafts(drafter, back, 7) == (56, 56)
 
 
-def test_a_model_prefix_is_understood(target: Target, tmp_path: Path) -> None:
+def test_a_model_prefix_is_supported(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 2)
     export(drafter, tmp_path / "d", "vllm", 7, VERIFIER)
     file = tmp_path / "d" / "model.safetensors"
@@ -136,14 +137,14 @@ def test_full_vocabulary_has_no_d2t(target: Target, tmp_path: Path) -> None:
     assert "d2t" not in load_file(tmp_path / "d" / "model.safetensors")
 
 
-def test_a_bf16_export_leaves_the_drafter_alone(target: Target, tmp_path: Path) -> None:
+def test_a_bf16_export_does_not_change_the_drafter(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 4)
     export(drafter, tmp_path / "d", "speculators", 8, VERIFIER, torch.bfloat16)
     assert drafter.fc.weight.dtype == torch.float32
     assert checkpoint.load(tmp_path / "d", None).fc.weight.dtype == torch.bfloat16
 
 
-def test_a_failed_export_leaves_the_old_one(
+def test_a_failed_export_keeps_the_old_folder(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make_drafter(target, "p-eagle", 1)
@@ -162,7 +163,7 @@ def edit(folder: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("damage", "words"),
     [
         (lambda d: (d / "config.json").unlink(), "config.json is missing"),
         (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
@@ -185,14 +186,14 @@ def edit(folder: Path, **changes) -> None:
         ),
     ],
 )
-def test_broken_folders(target: Target, tmp_path: Path, spoil, words: str) -> None:
+def test_broken_folders(target: Target, tmp_path: Path, damage, words: str) -> None:
     export(make_drafter(target, "p-eagle", 1), tmp_path / "d", "vllm", 3, VERIFIER)
-    spoil(tmp_path / "d")
+    damage(tmp_path / "d")
     with pytest.raises(UserError, match=words):
         checkpoint.load(tmp_path / "d", target)
 
 
-def test_unknown_keys_are_refused_with_the_nearest(target: Target, tmp_path: Path) -> None:
+def test_unknown_keys_are_refused_with_a_suggestion(target: Target, tmp_path: Path) -> None:
     compact.save(make_drafter(target, "p-eagle", 1), tmp_path / "d", target)
     path = tmp_path / "d" / "config.json"
     path.write_text(path.read_text().replace('"mask_token_id"', '"mask_tokenid"'))

@@ -1,4 +1,4 @@
-"""The block equals the Llama layer of transformers; switches and checks of a configuration."""
+"""Layers of a drafter equal Llama layers of transformers; checks of a configuration."""
 
 from dataclasses import replace
 
@@ -55,14 +55,14 @@ def test_frozen_tensors_are_shared_not_copied(target: Target) -> None:
 
 
 def test_rope_stays_float32(target: Target) -> None:
-    """Rounded frequencies would give wrong angles, and change when the drafter is reloaded."""
+    """Rounded frequencies would give wrong angles, and would differ after reloading."""
     drafter = make_drafter(target, "p-eagle", 1)
     frequencies = drafter.rope.inv_freq.clone()
     assert drafter.to(torch.bfloat16).rope.inv_freq.dtype == torch.float32
     assert torch.equal(drafter.rope.inv_freq, frequencies)
 
 
-def test_a_seed_repeats_an_untrained_drafter(target: Target) -> None:
+def test_untrained_drafters_are_reproducible_with_a_seed(target: Target) -> None:
     one, two = make_drafter(target, "p-eagle", 2), make_drafter(target, "p-eagle", 2)
     assert all(
         torch.equal(a, b)
@@ -78,7 +78,9 @@ def test_a_seed_repeats_an_untrained_drafter(target: Target) -> None:
         ({"num_hidden_layers": 4}, r"aux layers \[6\]"),
     ],
 )
-def test_misfits_are_named(target: Target, overrides: dict[str, int], words: str) -> None:
+def test_mismatches_with_the_target_are_named(
+    target: Target, overrides: dict[str, int], words: str
+) -> None:
     other = make_target(**overrides)
     ids = (1, 3, 6) if "num_hidden_layers" in overrides else AUX
     config = config_for(
@@ -104,7 +106,7 @@ def test_impossible_configurations(target: Target, change: dict, words: str) -> 
         replace(config, **change)
 
 
-def test_gemma_drafters_take_the_full_attention_rope() -> None:
+def test_gemma_drafters_use_the_full_attention_rope() -> None:
     config = config_for(make_target("gemma3"), "eagle3", 1, AUX)
     assert config.rope["rope_type"] == "default"
     assert "rope_theta" in config.rope

@@ -1,4 +1,4 @@
-"""A drafter's RoPE is frozen in its config: the same in training, in the engine and in vLLM."""
+"""The RoPE of a drafter is fixed in its config: training, the engine and vLLM use the same."""
 
 import json
 from dataclasses import replace
@@ -29,10 +29,10 @@ def angles(drafter: Drafter, length: int = 9) -> Tensor:
 
 
 @pytest.mark.parametrize(("context", "chosen"), [(BOUNDARY, "short"), (None, "long")])
-def test_longrope_is_written_with_the_chosen_factors_twice(
+def test_both_longrope_lists_have_the_chosen_factors(
     context: int | None, chosen: str, tmp_path: Path
 ) -> None:
-    """vLLM chooses by its own max_model_len; both choices are those of training."""
+    """vLLM chooses factors by max_model_len, so both lists have the factors of training."""
     target = rope_target("phi3", context)
     drafter = rope_drafter(target)
     export(drafter, tmp_path / "d", "vllm", 3, VERIFIER)
@@ -47,8 +47,8 @@ def test_longrope_is_written_with_the_chosen_factors_twice(
     assert torch.equal(angles(back), angles(drafter))
 
 
-def test_dynamic_is_written_as_its_base(tmp_path: Path) -> None:
-    """Versions of vLLM differ in how they scale the base of dynamic NTK."""
+def test_dynamic_ntk_is_written_as_a_plain_base(tmp_path: Path) -> None:
+    """Versions of vLLM scale the base of dynamic NTK differently, so a plain base is written."""
     drafter = rope_drafter(rope_target("dynamic"))
     assert drafter.config.rope == {"rope_type": "default", "rope_theta": 1e4}
     export(drafter, tmp_path / "d", "vllm", 3, VERIFIER)
@@ -57,24 +57,24 @@ def test_dynamic_is_written_as_its_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("context", [BOUNDARY, None])
-def test_a_foreign_drafter_gets_the_factors_of_the_targets_context(
+def test_an_external_drafter_uses_the_factors_of_the_context(
     context: int | None, tmp_path: Path
 ) -> None:
-    """Its config has both lists and stays as it is; vLLM makes the same choice."""
+    """Its config keeps both lists of factors; vLLM chooses by the context, too."""
     target = rope_target("phi3", context)
-    foreign = replace(rope_drafter(target).config, rope=longrope())
-    drafter = Drafter(foreign)
+    external = replace(rope_drafter(target).config, rope=longrope())
+    drafter = Drafter(external)
     drafter.set_embed_and_head(target.embedding, target.lm_head)
     export(drafter, tmp_path / "d", "vllm", 3, VERIFIER)
     back = checkpoint.load(tmp_path / "d", target, torch.bfloat16)
     assert back.config.rope == longrope()
     expected = angles(rope_drafter(target), BOUNDARY + 5)
-    for length in (4, BOUNDARY + 5):  # no pass changes them
+    for length in (4, BOUNDARY + 5):  # The length of a pass has no effect.
         assert torch.equal(angles(back, length), expected[:length])
     assert torch.equal(angles(back.to(torch.float32)), expected[:9])
 
 
-def test_the_original_length_may_stand_outside(tmp_path: Path) -> None:
+def test_the_original_length_may_be_outside_of_rope_scaling(tmp_path: Path) -> None:
     drafter = rope_drafter(rope_target("phi3"))
     export(drafter, tmp_path / "d", "vllm", 3, VERIFIER)
     file = tmp_path / "d" / "config.json"
@@ -82,7 +82,7 @@ def test_the_original_length_may_stand_outside(tmp_path: Path) -> None:
     length = written["rope_scaling"].pop("original_max_position_embeddings")
     file.write_text(json.dumps(written | {"original_max_position_embeddings": length}))
     assert checkpoint.load(tmp_path / "d", None).config.rope == drafter.config.rope
-    file.write_text(json.dumps(written))  # Without any, it is the context, as in transformers.
+    file.write_text(json.dumps(written))  # Without it, it is the context, as in transformers.
     assert checkpoint.load(tmp_path / "d", None).rope.inv_freq.equal(drafter.rope.inv_freq)
 
 

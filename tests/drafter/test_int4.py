@@ -19,8 +19,8 @@ from tests.support.models.tiny_models import make_drafter
 
 # Mean squared error of normal weights, relative to their mean square.
 NORMAL_ERROR = {16: 0.006, 32: 0.0075, 64: 0.009, 128: 0.011}
-TINY = RowFormat(4, 16, ())  # the matrices of the tiny drafter have 32 to 96 columns, one has 48
-SHIPPED = Path(compact.__file__).parents[2] / "drafters"
+TINY = RowFormat(4, 16, ())  # The matrices of the tiny drafter have 32 to 96 columns.
+RELEASED = Path(compact.__file__).parents[2] / "drafters"
 
 
 def tiny_drafter(target: Target) -> Drafter:
@@ -54,7 +54,8 @@ def test_error_of_normal_weights(group: int) -> None:
 def test_no_group_is_worse_than_its_largest_weight_allows() -> None:
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(64, 4, 32, generator=generator) * torch.logspace(-30, 3, 64)[:, None, None]
-    matrix[3, 1, 7] = 50 * matrix[3].abs().max()  # an outlier: it costs the other groups of its row
+    # An outlier, which makes the scales of other groups in its row less precise.
+    matrix[3, 1, 7] = 50 * matrix[3].abs().max()
     matrix[5] = 0
     matrix[6, 2] = 0
     back = int4.dequantize("m", *int4.quantize(matrix.view(64, 128), 32)).view_as(matrix)
@@ -72,7 +73,7 @@ def test_weights_on_the_grid_are_exact() -> None:
     matrix = torch.stack([codes * 0.25, codes * -3.0])
     rows = int4.quantize(matrix, 32)
     torch.testing.assert_close(int4.dequantize("m", *rows), matrix, rtol=1e-6, atol=0)
-    # The codes -8, -7 are the nibbles 0 and 1, the even column in the low half.
+    # The codes -8 and -7 are the nibbles 0 and 1; even columns are in the low nibble.
     assert rows.codes[0, 0] == 0x10 and rows.group_scale.tolist() == [[127], [-127]]
 
 
@@ -90,7 +91,7 @@ def test_round_trip(target: Target, folder: Path) -> None:
             )
         else:
             assert torch.equal(after, tensor.bfloat16().float()), name
-    # What was rounded once stays close to it when it is written again.
+    # Writing rounded weights again changes little.
     compact.save(back, folder, target, torch.bfloat16, TINY)
     again = checkpoint.load(folder, target)
     torch.testing.assert_close(again.fc.weight, back.fc.weight, rtol=0, atol=0.05)
@@ -98,7 +99,7 @@ def test_round_trip(target: Target, folder: Path) -> None:
     assert same >= 0.5 * total
 
 
-def test_what_is_stored(folder: Path) -> None:
+def test_stored_tensors(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     assert (raw["format_version"], raw["weights"]) == (1, "int4")
     tensors = read_file(folder)
@@ -162,8 +163,8 @@ def test_8_bit_files_load_as_before(target: Target, tmp_path: Path) -> None:
     assert scaled > 5
 
 
-def test_the_shipped_heads_are_small() -> None:
-    sizes = [file.stat().st_size for file in SHIPPED.glob("*/*/model.safetensors")]
+def test_the_released_heads_are_small() -> None:
+    sizes = [file.stat().st_size for file in RELEASED.glob("*/*/model.safetensors")]
     assert len(sizes) >= 3 and max(sizes) <= 16e6 and sum(sizes) <= 28e6
 
 
@@ -178,7 +179,7 @@ def test_8_bit_files_are_written_as_before(target: Target, tmp_path: Path) -> No
 
 
 SCALES = "fc.weight.group_scale"
-SPOILT = {
+DAMAGE = {
     "no row scale": (lambda t: t.pop("fc.weight.scale"), "fc.weight.scale is missing"),
     "no group scale": (lambda t: t.pop(SCALES), "has 4 bits, but fc.weight.group_scale is missing"),
     "no codes": (lambda t: t.pop("fc.weight"), "fc.weight of .* is missing"),
@@ -195,7 +196,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize(("edit", "words"), SPOILT.values(), ids=SPOILT.keys())
+@pytest.mark.parametrize(("edit", "words"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_broken_files_are_refused(
     folder: Path, target: Target, edit: Callable[[dict[str, Tensor]], object], words: str
 ) -> None:

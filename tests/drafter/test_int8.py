@@ -1,4 +1,4 @@
-"""int8 drafter folders: rounding errors, stored tensors, refused files, and all their readers."""
+"""Drafter folders with int8 rows: rounding errors, stored tensors, refused files, and readers."""
 
 import json
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def test_no_row_is_worse_than_its_largest_weight_allows() -> None:
     assert torch.equal(back[5], torch.zeros(200))
 
 
-def test_clipping_an_outlier_pays() -> None:
+def test_clipping_an_outlier_reduces_the_error() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(1, 4000)
     matrix[0, 0] = 6.0
@@ -113,7 +113,7 @@ def test_round_trip(drafter: Drafter, target: Target, tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "d", target, torch.bfloat16).fc.weight.dtype == torch.bfloat16
 
 
-def test_what_is_stored(folder: Path, target: Target) -> None:
+def test_stored_tensors(folder: Path, target: Target) -> None:
     tensors = load_file(folder / "model.safetensors")
     assert "target_ids" not in tensors
     assert tensors[int8.BITS].numel() == target.vocab_size // 8
@@ -125,7 +125,7 @@ def test_what_is_stored(folder: Path, target: Target) -> None:
     assert len(matrices) == 2 * 7 + 1
 
 
-def test_trained_embeddings_are_rows_too(target: Target, tmp_path: Path) -> None:
+def test_trained_embeddings_are_stored_in_int8(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 1)
     drafter.embed_tokens = drafter.embed_tokens + 0.5
     compact.save(drafter, tmp_path / "d", target, rows=INT8)
@@ -136,7 +136,7 @@ def test_trained_embeddings_are_rows_too(target: Target, tmp_path: Path) -> None
     assert torch.allclose(back.embed_tokens, drafter.embed_tokens, atol=0.01)
 
 
-def test_ids_out_of_order_stay_a_list(target: Target, tmp_path: Path) -> None:
+def test_unsorted_ids_are_stored_as_a_list(target: Target, tmp_path: Path) -> None:
     drafter = make_drafter(target, "p-eagle", 1, draft_vocab=40)
     assert drafter.target_ids is not None
     drafter.target_ids = drafter.target_ids.flip(0)
@@ -155,7 +155,7 @@ def test_folders_without_the_key_still_load(target: Target, tmp_path: Path) -> N
     assert same_drafts(drafter, checkpoint.load(tmp_path / "d", target), 6) == (48, 48)
 
 
-SPOILT = {
+DAMAGE = {
     "no scale": (lambda t: t.pop("fc.weight.scale"), "fc.weight.scale is missing"),
     "nan": (lambda t: t["fc.weight.scale"].fill_(float("nan")), "not above 0"),
     "negative": (lambda t: t["fc.weight.scale"].neg_(), "not above 0"),
@@ -173,7 +173,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize(("edit", "words"), SPOILT.values(), ids=SPOILT.keys())
+@pytest.mark.parametrize(("edit", "words"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_broken_files_are_refused(folder: Path, target: Target, edit, words: str) -> None:
     change(folder, edit)
     with pytest.raises(UserError, match=words):
@@ -199,9 +199,7 @@ def test_weights_that_are_not_finite_are_not_written(target: Target, tmp_path: P
 
 
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
-def test_exports_hold_the_dequantized_weights(
-    folder: Path, target: Target, tmp_path: Path, to
-) -> None:
+def test_exports_have_dequantized_weights(folder: Path, target: Target, tmp_path: Path, to) -> None:
     drafter = checkpoint.load(folder, target)
     rounded = make_drafter(target, "p-eagle", 2, draft_vocab=40)
     for module in rounded.modules():
@@ -220,13 +218,13 @@ def test_exports_hold_the_dequantized_weights(
     )
 
 
-def test_check_understands_it(folder: Path, target: Target) -> None:
+def test_the_export_check_reads_it(folder: Path, target: Target) -> None:
     findings = check(folder, target)
     assert not [finding for finding in findings if finding.level == "error"]
     assert sum("identical" in finding.text for finding in findings) == 2
 
 
-def test_a_card_may_lie_beside(folder: Path) -> None:
+def test_a_model_card_is_allowed(folder: Path) -> None:
     for name in ("README.md", "curves.png"):
         (folder / name).touch()
     assert checkpoint_folder(folder) == folder.resolve()

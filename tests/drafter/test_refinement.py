@@ -1,4 +1,4 @@
-"""The refinement of a block: what its passes compute, and that the engine drafts the same."""
+"""The refinement of a block: its passes, and equal drafts of the engine."""
 
 import copy
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.support.train.training import make_run, prompts, some_answers, some_c
 BLOCK = 5
 
 
-def shaken(drafter: Drafter, factor: float = 0.3) -> Drafter:
+def with_noise(drafter: Drafter, factor: float = 0.3) -> Drafter:
     """A copy whose refinement has random weights and changes drafts."""
     drafter = copy.deepcopy(drafter)
     generator = torch.Generator().manual_seed(0)
@@ -41,11 +41,9 @@ def some_rows(drafter: Drafter, batch: int = 3) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_first_drafts_are_those_of_one_token_after_the_other(
-    passes: int, target: Target
-) -> None:
-    """After i passes, the first i drafts."""
-    drafter = shaken(make_drafter(target, "p-eagle", 1, 40, refinement=passes))
+def test_passes_equal_drafting_one_token_at_a_time(passes: int, target: Target) -> None:
+    """After i passes, the first i drafts equal those of drafting one token at a time."""
+    drafter = with_noise(make_drafter(target, "p-eagle", 1, 40, refinement=passes))
     one_pass = copy.copy(drafter)
     one_pass.config = replace(drafter.config, refinement=1)
     normed, newest = some_rows(drafter)
@@ -70,8 +68,8 @@ def test_the_first_drafts_are_those_of_one_token_after_the_other(
         assert not torch.equal(drafts, one_pass.drafts(one_pass.refine(normed, newest)))
 
 
-def test_a_row_depends_on_its_block_up_to_itself(target: Target) -> None:
-    drafter = shaken(make_drafter(target, "p-eagle", 1, refinement=1))
+def test_a_row_depends_on_earlier_rows_of_its_block(target: Target) -> None:
+    drafter = with_noise(make_drafter(target, "p-eagle", 1, refinement=1))
     normed, newest = some_rows(drafter)
     refined = drafter.refine(normed, newest)
     torch.testing.assert_close(drafter.refine(normed[:, :2], newest), refined[:, :2])
@@ -83,8 +81,8 @@ def test_a_row_depends_on_its_block_up_to_itself(target: Target) -> None:
 
 
 def test_training_attends_in_one_dtype(target: Target) -> None:
-    """Flex attention takes no others; the angles are wider than the rows under autocast."""
-    drafter = shaken(make_drafter(target, "p-eagle", 1, refinement=1))
+    """Flex attention needs one dtype, but under autocast the angles are float32."""
+    drafter = with_noise(make_drafter(target, "p-eagle", 1, refinement=1))
     normed, newest = (x[:, 0] if x.ndim > 1 else x for x in some_rows(drafter))
     passes = DrafterPasses(drafter, torch.bfloat16)
     _, cache = passes("refine_context", normed, newest, PassCache((), ()))
@@ -99,14 +97,14 @@ def test_wrong_numbers_of_passes(target: Target) -> None:
         make_drafter(target, "eagle3", 1, refinement=1)
 
 
-def test_training_goes_on_with_more_passes(tmp_path: Path) -> None:
-    """A finished drafter gets a refinement; the number of its passes may change, not to zero."""
+def test_training_continues_with_more_passes(tmp_path: Path) -> None:
+    """A plain drafter can get a refinement; its number of passes may change, but not to zero."""
     target, answers = some_answers()
     data = answers / "answers.jsonl"
     plain = make_drafter(target, "p-eagle", 1)
     compact.save(plain, tmp_path / "0", target)
     drafter = make_drafter(target, "p-eagle", 1, refinement=1)
-    compact.save(shaken(drafter), tmp_path / "1", target)
+    compact.save(with_noise(drafter), tmp_path / "1", target)
     for earlier, passes in (("0", 1), ("1", 1), ("1", 2)):
         config = some_config(data, tmp_path, init=str(tmp_path / earlier), refinement=passes)
         new = make_run(target, config).drafter
@@ -117,35 +115,38 @@ def test_training_goes_on_with_more_passes(tmp_path: Path) -> None:
         make_run(target, some_config(data, tmp_path, init=str(tmp_path / "1")))
 
 
-@pytest.mark.parametrize("rung", [pytest.param("refinement", marks=pytest.mark.slow), "all"])
-def test_the_engine_refines(rung: str) -> None:
-    """It drafts what the plain loop drafts, behind prompts and behind verified drafts."""
-    one = trained("p-eagle", 48, rung)
-    drafter = shaken(one.drafter, 0.1)
-    asked = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
+@pytest.mark.parametrize("extension", [pytest.param("refinement", marks=pytest.mark.slow), "all"])
+def test_the_engine_refines(extension: str) -> None:
+    """The engine drafts and accepts what the plain loop does, but not without the refinement."""
+    one = trained("p-eagle", 48, extension)
+    drafter = with_noise(one.drafter, 0.1)
+    requests = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
     served = []
     for refined in (True, False):
         engine = engine_of(pair_of(one.target, {"p-eagle": drafter}), "p-eagle")
         if not refined:
             engine.loop.stepper.drafter.refinement = None
-        served.append([[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, asked)])
+        served.append(
+            [[(s.tokens, s.accepted) for s in steps] for steps in serve(engine, requests)]
+        )
     one.target.tap(AUX)
-    alone = [
-        list(decode(one.target, proposer_for(drafter), ids, K, 20, Sampling())) for ids, _ in asked
+    expected = [
+        list(decode(one.target, proposer_for(drafter), ids, K, 20, Sampling()))
+        for ids, _ in requests
     ]
-    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in alone]
+    assert served[0] == [[(s.tokens, s.accepted) for s in steps] for steps in expected]
     assert served[0] != served[1]
     assert sum(accepted for steps in served[0] for _, accepted in steps) > 20
 
 
-@pytest.mark.parametrize("rung", ["refinement", "all"])
+@pytest.mark.parametrize("extension", ["refinement", "all"])
 @pytest.mark.parametrize("options", [{"k": 1}, {"k": "auto"}, {"tree": 9}, {"int8": True}], ids=str)
-def test_answers_stay_those_of_the_target(options: dict, rung: str) -> None:
-    one = trained("p-eagle", 48, rung)
-    pair = pair_of(one.target, {"p-eagle": shaken(one.drafter, 0.1)})
-    asked = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(6)]
+def test_answers_equal_those_without_drafts(options: dict, extension: str) -> None:
+    one = trained("p-eagle", 48, extension)
+    pair = pair_of(one.target, {"p-eagle": with_noise(one.drafter, 0.1)})
+    requests = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(6)]
     drafted = engine_of(pair, "p-eagle", **options)
     plain = engine_of(pair, "none", int8=options.get("int8", False))
-    answers, expected = (serve(engine, asked) for engine in (drafted, plain))
+    answers, expected = (serve(engine, requests) for engine in (drafted, plain))
     assert [tokens_of(steps) for steps in answers] == [tokens_of(steps) for steps in expected]
     assert drafted.metrics.acceptance_length > 1.05

@@ -1,4 +1,4 @@
-"""A sliding window in the drafter's attention: the same drafts everywhere, and lossless answers."""
+"""A sliding window in the attention of a drafter: equal drafts everywhere, and lossless answers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def windowed_drafter(target: Target, method: Method, window: int | None = WINDOW
 
 
 def attentive_drafter(target: Target, method: Method) -> Drafter:
-    """What a row attends to decides its draft, so that drafts tell windows apart."""
+    """A drafter with strong attention, whose drafts depend on the window."""
     drafter = windowed_drafter(target, method)
     for name, weight in drafter.named_parameters():
         if "q_proj" in name or "k_proj" in name:
@@ -54,7 +54,7 @@ def features(target: Target, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_reference_sees_the_window_and_no_more(target: Target, method: Method, prompt) -> None:
+def test_the_reference_attends_to_the_window_only(target: Target, method: Method, prompt) -> None:
     """With one layer, rows before the window have no effect; the first row in it has one."""
     drafter = make_drafter(target, method, 1, sliding_window=WINDOW)
     ids = torch.tensor(prompt(120))
@@ -125,18 +125,18 @@ def test_drafts_of_the_engine(target: Target, method: Method, prompt) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_engine_drafts_like_the_reference(target: Target, method: Method, prompt) -> None:
-    """Prompts in chunks, several requests, steps equal to those of the plain loop."""
+def test_steps_of_the_engine_equal_the_plain_loop(target: Target, method: Method, prompt) -> None:
+    """Several requests with prompts in chunks have the steps of the plain loop."""
     pair = pair_of(target, {method: windowed_drafter(target, method)})
-    asked = [(prompt(n), {"max_tokens": 40, "ignore_eos": True}) for n in (5, 60, 90, 130)]
+    requests = [(prompt(n), {"max_tokens": 40, "ignore_eos": True}) for n in (5, 60, 90, 130)]
     engine = engine_of(pair, method, K, kv_tokens=900)
-    for steps, (ids, settings) in zip(serve(engine, asked), asked, strict=True):
+    for steps, (ids, settings) in zip(serve(engine, requests), requests, strict=True):
         assert steps == alone(pair, method, ids, K, **settings)
         assert tokens_of(steps) == plain(target, ids, 40)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_window_as_long_as_the_context_changes_no_bit(
+def test_a_window_of_the_context_length_has_no_effect(
     target: Target, method: Method, prompt
 ) -> None:
     pair = pair_of(target, {method: windowed_drafter(target, method, None)})
@@ -153,7 +153,7 @@ def test_a_window_as_long_as_the_context_changes_no_bit(
 
 
 def test_the_window_of_an_engine(target: Target, prompt) -> None:
-    """It replaces that of the drafter, which stays as it is; 0 is none."""
+    """`drafter_window` overrides the window in the drafter's config; 0 disables it."""
     drafter = windowed_drafter(target, "p-eagle")
     pair = pair_of(target, {"p-eagle": drafter})
     for given, used in ((None, WINDOW), (0, None), (100, 100)):
@@ -215,7 +215,7 @@ def export_drafter(drafter: Drafter, folder: Path, to: ExportFormat) -> None:
     export(drafter, folder, to, K, VerifierConfig("tiny", ["LlamaForCausalLM"]))
 
 
-def test_the_check_of_an_export_notices_a_lost_window(target: Target) -> None:
+def test_the_export_check_detects_a_missing_window(target: Target) -> None:
     drafter = attentive_drafter(target, "p-eagle")
     assert same_drafts(drafter, drafter.with_window(WINDOW), K) == (36, 36)
     equal, total = same_drafts(drafter, drafter.with_window(None), K)
