@@ -1,4 +1,4 @@
-"""Fetched data sets: test rows in the layout of each source, and the errors without a source."""
+"""Fetched data sets: test rows in the layout of each source, and errors without a source."""
 
 import gzip
 import json
@@ -72,7 +72,9 @@ def test_rows_become_tasks(cache: Path, monkeypatch: pytest.MonkeyPatch, name: s
         assert "```python\ndef f():\n```" in task.turns[0]
     if name == "gsm8k":
         assert task.extra == {"answer": "#### 3"}
-    monkeypatch.setattr(fetch, "hub_rows", lambda source: pytest.fail("asked twice"))
+    monkeypatch.setattr(
+        fetch, "hub_rows", lambda source: pytest.fail("a cached set was fetched again")
+    )
     assert read_sets([name])[name] == [task]
 
 
@@ -91,7 +93,7 @@ def test_speed_bench(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_sets(["speed_bench:poetry"])
 
 
-def test_speed_bench_as_the_hub_lays_it_out(
+def test_speed_bench_in_the_layout_of_the_hub(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "data" / "SPEED-Bench" / "qualitative"
@@ -112,7 +114,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read_sets(["speed_bench"], tmp_path)["speed_bench"]) == 2
 
 
-def test_only_placeholders(tmp_path: Path) -> None:
+def test_a_set_with_only_placeholders(tmp_path: Path) -> None:
     (tmp_path / "speed_bench.jsonl").write_text(json.dumps(SPEED[2]) + "\n")
     with pytest.raises(UserError, match="prepare_data"):
         read_sets(["speed_bench"], tmp_path)
@@ -131,10 +133,10 @@ def test_the_package(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_no_hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def down(source: Source) -> None:
+    def raise_offline(source: Source) -> None:
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr(fetch, "hub_rows", down)
+    monkeypatch.setattr(fetch, "hub_rows", raise_offline)
     monkeypatch.setattr(fetch, "find_spec", lambda name: None)
     with pytest.raises(UserError) as told:
         fetch_set(name, tmp_path)

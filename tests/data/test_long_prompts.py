@@ -1,4 +1,4 @@
-"""Prompts of a given length from the texts of a set."""
+"""Prompts of a given length, filled with the texts of a set."""
 
 from functools import cache
 from pathlib import Path
@@ -33,12 +33,12 @@ def test_length_and_question(target: Target) -> None:
     for tokens, prompts in by_length.items():
         assert [prompt.id for prompt in prompts] == ["0", "8", "16", "24", "32"]
         for prompt in prompts:
-            assert prompt_length(target, prompt) == tokens  # a word is a token here
+            assert prompt_length(target, prompt) == tokens  # The tokenizer has one token per word.
             question = TASKS[int(prompt.id)].turns[0]
             assert prompt.turns[0] == question or prompt.turns[0].endswith("\n\n" + question)
 
 
-def test_texts_come_from_the_tasks_before_and_never_from_the_question(target: Target) -> None:
+def test_filling_texts_exclude_the_question(target: Target) -> None:
     words = "".join(filling_words(target, TASKS, 1, 10))
     assert words == "w48 w7 w58\n\nw8\n\nw49 w7 w59\n\nw8\n\nw10 w7 w20\n\nw8"
 
@@ -54,7 +54,7 @@ def test_texts_of_a_small_set_repeat(target: Target) -> None:
 
 
 def test_questions_that_do_not_fit_are_skipped(target: Target) -> None:
-    """At every length, so that the questions are the same; the next task takes the place."""
+    """They are skipped at every length, so that all lengths have the same questions."""
     long = Task("long", (" ".join(["w9"] * 30),))
     tasks = [long if i in (0, 8, 9, 39) else task for i, task in enumerate(TASKS)]
     by_length = long_prompts(target, tasks, [200, 20], 5)

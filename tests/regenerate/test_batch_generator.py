@@ -1,4 +1,4 @@
-"""Continuous batching against plain greedy generation of one prompt, for every architecture."""
+"""Continuous batching gives the answers of plain generation, for every architecture."""
 
 from collections import Counter
 
@@ -23,9 +23,9 @@ def prompts(sizes: list[int] = SIZES) -> list[list[int]]:
 def answers(
     target: Target, requests: list[BatchRequest], slots: int, capacity: int = 128, seed: int = 0
 ) -> dict:
-    found = list(BatchGenerator(target, slots, capacity, seed).run(iter(requests)))
-    assert len(found) == len(requests)
-    return {answer.key: answer for answer in found}
+    results = list(BatchGenerator(target, slots, capacity, seed).run(iter(requests)))
+    assert len(results) == len(requests)
+    return {answer.key: answer for answer in results}
 
 
 def test_equals_plain_generation(any_target: Target) -> None:
@@ -35,19 +35,21 @@ def test_equals_plain_generation(any_target: Target) -> None:
     """
     limits = [20, 7, 33, 1, 12, 25]
     requests = [BatchRequest(i, ids, limits[i]) for i, ids in enumerate(prompts(SIZES[:6]))]
-    found = answers(any_target, requests, slots=3)
+    results = answers(any_target, requests, slots=3)
     for request in requests:
-        wanted, answer = plain(any_target, request.ids, request.max_tokens), found[request.key]
-        assert answer.ids == wanted
-        assert answer.reason == ("stop" if wanted[-1] in any_target.stop_ids else "length")
+        expected, answer = plain(any_target, request.ids, request.max_tokens), results[request.key]
+        assert answer.ids == expected
+        assert answer.reason == ("stop" if expected[-1] in any_target.stop_ids else "length")
 
 
-def test_stops_at_any_stop_token_and_keeps_it() -> None:
+def test_answers_end_with_any_stop_token() -> None:
     target = make_target()
     free = {i: plain(target, ids, 30) for i, ids in enumerate(prompts())}
     target.model.generation_config.eos_token_id = sorted({ids[4] for ids in free.values()})
-    found = answers(target, [BatchRequest(i, ids, 30) for i, ids in enumerate(prompts())], slots=3)
-    for i, answer in found.items():
+    results = answers(
+        target, [BatchRequest(i, ids, 30) for i, ids in enumerate(prompts())], slots=3
+    )
+    for i, answer in results.items():
         end = next(n for n, token in enumerate(free[i]) if token in target.stop_ids)
         assert answer == BatchAnswer(i, free[i][: end + 1], "stop")
 
@@ -65,27 +67,33 @@ def test_an_answer_does_not_depend_on_its_neighbors(target: Target) -> None:
     assert any(mixed["hot", key].ids != ids for key, ids in alone.items())
 
 
-def test_samples_follow_the_target(target: Target) -> None:
-    """First tokens at temperature 1.3 against the target's own probabilities: a chi-square test."""
-    ids, heat, draws = prompts([9])[0], 1.3, 3000
-    found = answers(
-        target, [BatchRequest(i, ids, 1, heat) for i in range(draws)], slots=64, capacity=32, seed=5
+def test_samples_follow_the_targets_distribution(target: Target) -> None:
+    """First tokens at temperature 1.3 follow the target's probabilities (chi-square test)."""
+    ids, temperature, draws = prompts([9])[0], 1.3, 3000
+    results = answers(
+        target,
+        [BatchRequest(i, ids, 1, temperature) for i in range(draws)],
+        slots=64,
+        capacity=32,
+        seed=5,
     )
-    counts = Counter(answer.ids[0] for answer in found.values())
-    odds = torch.softmax(target.forward(torch.tensor(ids), keep=1).logits[0].double() / heat, 0)
-    assert odds.min() * draws >= 5  # every token is likely enough for the test
-    observed = [counts[token] for token in range(len(odds))]
-    assert chi_square_p_value(observed, (odds * draws).tolist()) > 0.001
+    counts = Counter(answer.ids[0] for answer in results.values())
+    probabilities = torch.softmax(
+        target.forward(torch.tensor(ids), keep=1).logits[0].double() / temperature, 0
+    )
+    assert probabilities.min() * draws >= 5  # Every outcome is expected at least five times.
+    observed = [counts[token] for token in range(len(probabilities))]
+    assert chi_square_p_value(observed, (probabilities * draws).tolist()) > 0.001
 
 
-def test_sampling_repeats_with_its_seed(target: Target) -> None:
+def test_sampling_is_reproducible_with_a_seed(target: Target) -> None:
     requests = [BatchRequest(i, ids, 12, 1.0) for i, ids in enumerate(prompts())]
     first, again, other = (answers(target, requests, slots=4, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_requests_may_follow_from_answers(target: Target) -> None:
-    """An iterator that is empty for now is asked again: the second turn of a conversation."""
+def test_answers_may_add_requests(target: Target) -> None:
+    """An exhausted iterator is polled again, so answers can lead to second turns."""
 
     class Turns:
         def __init__(self) -> None:
@@ -99,34 +107,34 @@ def test_requests_may_follow_from_answers(target: Target) -> None:
                 raise StopIteration
             return self.ready.pop(0)
 
-    turns, found = Turns(), {}
+    turns, results = Turns(), {}
     for answer in BatchGenerator(target, 4, 128).run(turns):
         (i, turn), ids = answer.key, prompts()[answer.key[0]]
-        found[answer.key] = answer.ids
+        results[answer.key] = answer.ids
         if turn == 0:
             turns.ready.append(BatchRequest((i, 1), [*ids, *answer.ids, 7], 8))
-    assert len(found) == 2 * len(SIZES)
+    assert len(results) == 2 * len(SIZES)
     for i, ids in enumerate(prompts()):
-        assert found[i, 1] == plain(target, [*ids, *found[i, 0], 7], 8)
+        assert results[i, 1] == plain(target, [*ids, *results[i, 0], 7], 8)
 
 
-def test_loops_are_ended(target: Target) -> None:
-    """A tiny random target soon repeats itself: then the answer ends long before its limit."""
+def test_looping_answers_are_ended(target: Target) -> None:
+    """Answers of a tiny random target soon loop, and are ended before their limit."""
     target = make_target(eos_token_id=None)
     target.model.generation_config.eos_token_id = None
     requests = [BatchRequest(i, ids, 150) for i, ids in enumerate(prompts([5, 9, 30]))]
-    found = answers(target, requests, slots=2, capacity=200)
+    results = answers(target, requests, slots=2, capacity=200)
     for request in requests:
-        wanted, answer = plain(target, request.ids, 150), found[request.key]
-        assert answer.ids == wanted[: len(answer.ids)]
+        expected, answer = plain(target, request.ids, 150), results[request.key]
+        assert answer.ids == expected[: len(answer.ids)]
         assert (answer.reason == "loop") == is_looping(answer.ids)
-        assert is_looping(wanted) == (answer.reason == "loop")
+        assert is_looping(expected) == (answer.reason == "loop")
         assert answer.reason == "loop" or len(answer.ids) == 150
-    assert any(answer.reason == "loop" and len(answer.ids) < 150 for answer in found.values())
+    assert any(answer.reason == "loop" and len(answer.ids) < 150 for answer in results.values())
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 12, 13, 24])
-def test_what_a_loop_is(period: int) -> None:
+def test_is_looping(period: int) -> None:
     once, run = list(range(100, 100 + period)), max(48, 4 * period)
     loop = (once * run)[:run]
     assert is_looping(loop)
@@ -139,7 +147,7 @@ def test_what_a_loop_is(period: int) -> None:
     assert not is_looping((list(range(25)) * 20)[:300])
 
 
-def test_on_step_counts_and_the_target_is_as_before(target: Target) -> None:
+def test_on_step_counts_tokens_and_the_target_is_restored(target: Target) -> None:
     seen: list[int] = []
     before = target.model.config._attn_implementation
     generator = BatchGenerator(target, 3, 128)
@@ -163,11 +171,11 @@ def test_on_step_counts_and_the_target_is_as_before(target: Target) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-oss"])
 def test_equals_plain_generation_on_cuda(name: str) -> None:
-    """The graph and, where it fits, the kernel, in float32 against the CPU."""
+    """CUDA graphs and, where supported, the kernel give the float32 answers of the CPU."""
     target, device = make_target(name), make_target(name)
     device.model.to("cuda")
     requests = [BatchRequest(i, ids, 30) for i, ids in enumerate(prompts())]
     generator = BatchGenerator(device, 4, 128)
-    found = {answer.key: answer.ids for answer in generator.run(iter(requests))}
-    assert found == {r.key: plain(target, r.ids, 30) for r in requests}
+    results = {answer.key: answer.ids for answer in generator.run(iter(requests))}
+    assert results == {r.key: plain(target, r.ids, 30) for r in requests}
     assert name == "gpt-oss" or set(generator.step.graphs.graphs) == {True, False}

@@ -1,4 +1,4 @@
-"""The decode step of all slots against the target's own passes, slot by slot."""
+"""The decode step of all slots equals separate passes of the target for each slot."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def random_prompt(length: int) -> list[int]:
 @pytest.mark.parametrize(
     "lengths", [[1], [1, 2], [PAGE_SIZE], [PAGE_SIZE + 1, 3], [100, 1, 63, 64]]
 )
-def test_slots_of_any_length_decode_as_if_alone(target: Target, lengths: list[int]) -> None:
+def test_slots_of_any_length_are_independent(target: Target, lengths: list[int]) -> None:
     prompts = [random_prompt(length) for length in lengths]
     step = started(target, prompts)
     step.run(30, greedy=True)
@@ -57,7 +57,7 @@ def test_a_freed_slot_serves_the_next_request(target: Target) -> None:
     assert step.read_answers([0], len(answer)) == [answer]
 
 
-def test_the_tail_of_a_short_answer_is_padded(target: Target) -> None:
+def test_the_result_of_a_short_answer_is_padded(target: Target) -> None:
     step = started(target, [random_prompt(5)], limit=3)
     step.run(3, greedy=True)
     tail = step.snapshot(tail=6).tails[0].tolist()

@@ -1,4 +1,4 @@
-"""Answers from an endpoint: retries, refusals, and the end of the time."""
+"""Answers from an OpenAI-compatible endpoint: retries, errors, and the time limit."""
 
 import json
 import math
@@ -26,15 +26,15 @@ def chat() -> Target:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
-    """Answers every question with its words; the first time it is asked, it is busy."""
+    """A server that echoes the last message, after one error 429 and one 503."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.server.asked.append((self.path, self.headers.get("authorization"), asked))
-            text = asked["messages"][-1]["content"]
+            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            self.server.requests.append((self.path, self.headers.get("authorization"), request))
+            text = request["messages"][-1]["content"]
             self.server.hang.wait(30 * (text in self.server.slow))
-            status = self.server.trouble.pop(0) if self.server.trouble else 200
+            status = self.server.errors.pop(0) if self.server.errors else 200
             choice = {
                 "message": {"content": text},
                 "finish_reason": "length" if text == "w9" else "stop",
@@ -51,8 +51,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked, server.trouble = [], [429, 503]
-    server.slow, server.hang = set(), threading.Event()  # questions that wait for the event
+    server.requests, server.errors = [], [429, 503]
+    server.slow, server.hang = set(), threading.Event()  # Messages in `slow` wait for the event.
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
@@ -87,8 +87,8 @@ def test_an_endpoint_answers(chat: Target, server: ThreadingHTTPServer, tmp_path
     ]
     counts = ask(chat, server, prompts, tmp_path)
     assert counts.answered == 5 and dict(counts.dropped) == {"truncated": 1, "template": 1}
-    assert len(server.asked) == 2 * 5 + 1 + 2  # two tries more: one for 429, one for 503
-    path, key, body = server.asked[-1]
+    assert len(server.requests) == 2 * 5 + 1 + 2  # two retries: for 429 and for 503
+    path, key, body = server.requests[-1]
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
     assert body["model"] == "served" and body["max_tokens"] == 24
     line = next(line for line in lines(tmp_path) if line["key"] == "1@0")
@@ -102,26 +102,24 @@ def test_an_endpoint_answers(chat: Target, server: ThreadingHTTPServer, tmp_path
     assert ask(chat, server, prompts, tmp_path).resumed == 7
 
 
-def test_an_endpoint_that_refuses(
-    chat: Target, server: ThreadingHTTPServer, tmp_path: Path
-) -> None:
-    server.trouble[:] = [401] * 10
+def test_errors_of_an_endpoint(chat: Target, server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    server.errors[:] = [401] * 10
     with pytest.raises(UserError, match="refuses: HTTP 401"):
         ask(chat, server, some(count=3), tmp_path / "a")
-    server.trouble[:] = [503] * 50
+    server.errors[:] = [503] * 50
     with pytest.raises(UserError, match=f"in {endpoint.MAX_TRIES} tries, the last: HTTP 503"):
         ask(chat, server, some(count=3), tmp_path / "b")
-    server.trouble.clear()
+    server.errors.clear()
     assert ask(chat, server, some(count=3), tmp_path / "b").answered == 3
 
 
 @pytest.mark.slow
-def test_an_endpoint_is_asked_until_the_time_is_over(
+def test_the_time_limit_ends_requests(
     chat: Target, server: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
-    """Answered turns are kept; what has no answer yet is asked again by the next run."""
+    """Answered turns are kept; the next run sends the other turns again."""
     prompts = some(turns=2, count=3)
-    server.trouble.clear()
+    server.errors.clear()
     server.slow = {prompts[1].turns[1], prompts[2].turns[0]}
     counts = ask(chat, server, prompts, tmp_path, stop_after=8)
     assert counts.answered == 2 and not counts.dropped and counts.seconds < 60
@@ -130,6 +128,6 @@ def test_an_endpoint_is_asked_until_the_time_is_over(
     server.hang.set()
     again = ask(chat, server, prompts, tmp_path)
     assert (again.answered, again.resumed) == (1, 2)
-    asked = len(server.asked)
+    count = len(server.requests)
     assert ask(chat, server, some(count=5), tmp_path / "none", stop_after=-1).answered == 0
-    assert len(server.asked) == asked, "the time is over before the first question"
+    assert len(server.requests) == count, "no request may be sent after the time limit"

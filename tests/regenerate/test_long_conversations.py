@@ -1,4 +1,4 @@
-"""Long conversations from short prompts: lengths, kinds, the target's answers, resumed runs."""
+"""Long conversations from short prompts: lengths, keys, the target's answers, resumed runs."""
 
 import json
 import random
@@ -37,7 +37,7 @@ def some(count: int, temperature: float = 0.0) -> list[Prompt]:
     ]
 
 
-def test_every_prompt_is_used_once_in_its_order(chat: Target) -> None:
+def test_every_prompt_is_used_once_and_in_order(chat: Target) -> None:
     prompts = some(60)
     long = long_conversations(prompts, chat, SETTINGS)
     joined = "\n\n".join(turn for conversation in long for turn in conversation.turns)
@@ -45,11 +45,12 @@ def test_every_prompt_is_used_once_in_its_order(chat: Target) -> None:
     assert len({conversation.key for conversation in long}) == len(long) > 3
     assert all("\n\n" not in turn for turn in long[0].turns) and len(long[0].turns) > 3
     assert len(long[1].turns) <= 3 and "\n\n" in long[1].turns[0]
-    assert long == long_conversations(prompts, chat, SETTINGS)  # as a resumed run needs it
+    # A resumed run needs the same conversations.
+    assert long == long_conversations(prompts, chat, SETTINGS)
 
 
-def test_keys_name_the_texts(chat: Target) -> None:
-    """With more prompts the last conversation is another one, and is answered again."""
+def test_keys_depend_on_the_texts(chat: Target) -> None:
+    """More prompts change the last conversation and its key, so it is answered again."""
     few, many = (long_conversations(some(count), chat, SETTINGS) for count in (40, 60))
     shared = {c.key for c in few} & {c.key for c in many}
     assert shared == {c.key for c in few[:-1]}
@@ -57,15 +58,15 @@ def test_keys_name_the_texts(chat: Target) -> None:
     assert all(texts[c.key] == c.turns for c in few[:-1])
 
 
-def test_a_job_that_runs_out_of_time_keeps_the_turns_it_has(
+def test_a_timed_out_job_keeps_answered_turns(
     chat: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = long_conversations(some(200), chat, SETTINGS)
     settings = RegenerateSettings(
         max_tokens=30, max_prompt=170, slots=3, keep_truncated=True, long=200
     )
-    looks = count()
-    monkeypatch.setattr("peagle.regenerate.job.time.perf_counter", lambda: float(next(looks)))
+    ticks = count()
+    monkeypatch.setattr("peagle.regenerate.job.time.perf_counter", lambda: float(next(ticks)))
     regenerate(chat, long, tmp_path, settings, stop_after=8)
     records = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
     cut = [record for record in records if record.get("cut") == "time"]
@@ -74,13 +75,13 @@ def test_a_job_that_runs_out_of_time_keeps_the_turns_it_has(
     assert regenerate(chat, long, tmp_path, settings).resumed == len(records)
 
 
-def test_temperatures_do_not_mix(chat: Target) -> None:
+def test_a_conversation_has_one_temperature(chat: Target) -> None:
     long = long_conversations(some(30) + some(30, 0.8), chat, SETTINGS)
     assert {conversation.temperature for conversation in long} == {0.0, 0.8}
     assert len({conversation.key for conversation in long}) == len(long)
 
 
-def test_lengths_are_spread_evenly_on_a_log_scale() -> None:
+def test_lengths_are_log_uniform() -> None:
     rng = random.Random(0)
     settings = LongSettings(length=8192, max_tokens=256)
     lengths = sorted(draw_length(rng, settings) for _ in range(2000))

@@ -22,7 +22,8 @@ from peagle.target import Target
 from tests.support.models.chat_targets import TEMPLATE, make_chat_target, plain
 from tests.support.models.tiny_models import make_target
 
-FORGETFUL = TEMPLATE.replace("<bot> {{ m['content'] }} w1", "<bot> w1")  # leaves old answers out
+# A template that omits earlier answers.
+STATELESS_TEMPLATE = TEMPLATE.replace("<bot> {{ m['content'] }} w1", "<bot> w1")
 SETTINGS = RegenerateSettings(max_tokens=24, max_prompt=60, slots=3)
 
 
@@ -69,8 +70,8 @@ def test_answers_are_the_targets_own_ids(chat: Target, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "regenerate.json").read_text())["max_tokens"] == 24
 
 
-def test_later_turns_grow_the_document(chat: Target, tmp_path: Path) -> None:
-    """The second prompt begins with all ids so far, so one line holds both answers."""
+def test_later_turns_extend_the_record(chat: Target, tmp_path: Path) -> None:
+    """The second prompt starts with all ids so far, so one record has both answers."""
     regenerate(chat, some(turns=2), tmp_path, SETTINGS)
     grown = [line for line in lines(tmp_path) if len(line.get("spans", [])) == 2]
     assert len(grown) > 2
@@ -83,8 +84,8 @@ def test_later_turns_grow_the_document(chat: Target, tmp_path: Path) -> None:
     assert cut and all(len(line["spans"]) == 1 and len(line["messages"]) == 2 for line in cut)
 
 
-def test_a_template_that_rewrites_history_makes_a_line_per_turn(tmp_path: Path) -> None:
-    target = make_chat_target(FORGETFUL)
+def test_a_template_that_rewrites_history_gives_a_record_per_turn(tmp_path: Path) -> None:
+    target = make_chat_target(STATELESS_TEMPLATE)
     regenerate(target, some(turns=2), tmp_path, SETTINGS)
     second = [line for line in lines(tmp_path) if line["key"].endswith("#2")]
     assert len(second) > 2
@@ -94,16 +95,15 @@ def test_a_template_that_rewrites_history_makes_a_line_per_turn(tmp_path: Path) 
         assert line["ids"][:start] == encode_prompt(target, line["messages"][:3])
         assert line["ids"][start:end] == plain(target, line["ids"][:start], SETTINGS.max_tokens)
     whole = (tmp_path / ANSWERS).read_bytes()
-    at = (
-        whole.index(second[-1]["key"].encode()) - 9
-    )  # the second half of a conversation is lost: both are made again
+    # If the second part of a conversation is lost, both parts are generated again.
+    at = whole.index(second[-1]["key"].encode()) - 9
     (tmp_path / ANSWERS).write_bytes(whole[:at])
     regenerate(target, some(turns=2), tmp_path, SETTINGS)
     assert sorted((tmp_path / ANSWERS).read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
 @pytest.mark.parametrize("torn", [0, 1, 30])
-def test_resumes_to_the_record(chat: Target, tmp_path: Path, torn: int) -> None:
+def test_resuming_keeps_complete_records(chat: Target, tmp_path: Path, torn: int) -> None:
     regenerate(chat, some(), tmp_path / "whole", SETTINGS)
     whole = (tmp_path / "whole" / ANSWERS).read_bytes().splitlines(keepends=True)
     regenerate(chat, some(), tmp_path / "killed", SETTINGS)
@@ -148,7 +148,7 @@ def test_other_settings_are_refused(chat: Target, tmp_path: Path) -> None:
         regenerate(chat, some(), tmp_path, SETTINGS)
 
 
-def test_what_cannot_be_asked_is_counted(chat: Target, tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_used_are_counted(chat: Target, tmp_path: Path) -> None:
     prompts = [
         Prompt("1@0", "", ["w66"], 0.0),
         Prompt("2@0", "", ["w7 " * 70], 0.0),
@@ -168,7 +168,7 @@ def test_what_cannot_be_asked_is_counted(chat: Target, tmp_path: Path) -> None:
     )
 
 
-def test_loops_are_dropped(tmp_path: Path) -> None:
+def test_looping_answers_are_dropped(tmp_path: Path) -> None:
     target = make_chat_target()
     target.model.generation_config.eos_token_id = None
     target.model.config.eos_token_id = None
@@ -179,8 +179,8 @@ def test_loops_are_dropped(tmp_path: Path) -> None:
     assert set(counts.dropped) <= {"looping", "truncated"}
 
 
-def test_prompts_of_a_file(tmp_path: Path) -> None:
-    path, heard = tmp_path / "p.jsonl", list[str]()
+def test_reading_prompts(tmp_path: Path) -> None:
+    path, messages = tmp_path / "p.jsonl", list[str]()
     records = [
         '{"prompt": "a"}',
         "{broken",
@@ -189,10 +189,10 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         '{"prompt": "d"}',
     ]
     path.write_text("\n".join(records))
-    found = read_prompts(path, (0.0, 0.8), report=heard.append)
-    assert [prompt.key for prompt in found] == ["1@0", "1@0.8", "3@0", "3@0.8", "5@0", "5@0.8"]
-    assert found[2] == Prompt("3@0", "set", ["b", "c"], 0.0) and found[0].source == "p.jsonl"
-    assert len(heard) == 2 and f"{path}:2" in heard[0] and f"{path}:4" in heard[1]
+    prompts = read_prompts(path, (0.0, 0.8), report=messages.append)
+    assert [prompt.key for prompt in prompts] == ["1@0", "1@0.8", "3@0", "3@0.8", "5@0", "5@0.8"]
+    assert prompts[2] == Prompt("3@0", "set", ["b", "c"], 0.0) and prompts[0].source == "p.jsonl"
+    assert len(messages) == 2 and f"{path}:2" in messages[0] and f"{path}:4" in messages[1]
     shuffled = [read_prompts(path, seed=seed)[0].key for seed in range(8)]
     assert len(set(shuffled)) > 1 and shuffled[0] == read_prompts(path, seed=0, limit=1)[0].key
     with pytest.raises(UserError, match="more than 0"):
@@ -202,7 +202,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         read_prompts(path)
 
 
-def test_validation_prompts_depend_on_the_texts_alone() -> None:
+def test_validation_prompts_depend_on_the_texts_only() -> None:
     prompts = [*some(count=30), Prompt("31@0", "again", some(count=30)[4].turns, 0.0)]
     training, validation = split_validation(prompts, 10)
     texts = {tuple(prompt.turns) for prompt in validation}
@@ -268,8 +268,8 @@ def test_the_command(tmp_path: Path) -> None:
 
     first = json.loads(run("--prompts", prompts, "--limit", 5, "--json"))
     assert first["answered"] + sum(first["dropped"].values()) == 5 and first["resumed"] == 0
-    told = run("--prompts", prompts)
-    assert "5 resumed" in told and "tokens/s" in told
+    output = run("--prompts", prompts)
+    assert "5 resumed" in output and "tokens/s" in output
     assert len(lines(tmp_path / "out")) == 20
     more = json.loads(run("--prompts", prompts, "--invent", 3, "--json"))
     assert more["resumed"] == 20 and more["answered"] + sum(more["dropped"].values()) == 3
@@ -288,12 +288,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert not answered & {prompt.turns[0] for prompt in held_out}
     assert "was started with validation 3" in run("--prompts", prompts, "--out", other, code=2)
     run("--prompts", prompts, "--validation", 5, "--out", other, code=2)
-    assert read_prompts(other / "validation.jsonl") == held_out, "a refused run changes nothing"
+    assert read_prompts(other / "validation.jsonl") == held_out, (
+        "a refused run must not change the file"
+    )
     limited = tmp_path / "limited"
     options = ("--validation", 3, "--limit", 4, "--seed", 5, "--temperature", "0,1")
     run("--prompts", prompts, *options, "--out", limited)
     texts = [{p.turns[0] for p in read_prompts(o / "validation.jsonl")} for o in (other, limited)]
-    assert texts[0] == texts[1], "neither --limit nor --seed changes what is held out"
+    assert texts[0] == texts[1], "--limit and --seed must not change the held-out prompts"
     assert len(lines(limited)) == 4 * 2
     assert "give --prompts FILE" in run("--invent", 3, "--validation", 2, code=2)
     assert "--validation is -1" in run("--prompts", prompts, "--validation", -1, code=2)
