@@ -1,4 +1,4 @@
-"""GPT-OSS with MXFP4 experts as published: the same logits as transformers, stored bits, errors."""
+"""GPT-OSS with published MXFP4 experts: logits of transformers, stored codes, rounding, errors."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_logits_are_those_of_transformers(files: int, tmp_path: Path) -> None:
+def test_logits_equal_transformers(files: int, tmp_path: Path) -> None:
     model = save_mxfp4(tmp_path, files).eval()
     target = load_target(tmp_path, torch.float32, "cpu")
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_experts_stay_as_stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert weight_count(nn.ModuleList([experts])) == 4 * (128 * 32 + 32 * 64)
 
 
-def test_an_engine_answers_as_transformers_does(tmp_path: Path) -> None:
+def test_answers_of_an_engine_equal_transformers(tmp_path: Path) -> None:
     model = save_mxfp4(tmp_path).eval()
     target = load_target(tmp_path, torch.float32, "cpu")
     pair = pair_of(target, {"p-eagle": make_drafter(target, "p-eagle", 1)})
@@ -137,12 +137,12 @@ def test_other_architectures_and_sizes_are_refused(folder: Path) -> None:
 
 
 def every_value() -> Tensor:
-    """[32] The values of all codes, twice."""
+    """The values of all codes, twice: [32]."""
     values = torch.tensor(MXFP4_VALUES)
     return torch.cat([values, -values] * 2)
 
 
-def test_values_of_codes_stay() -> None:
+def test_values_of_codes_are_exact() -> None:
     weight = torch.stack([every_value() * 2.0**i for i in (-130, -20, -1, 0, 3, 100)])
     codes, scales = quantize_mxfp4(weight[None])
     assert (codes.shape, scales.shape) == ((1, 6, 16), (1, 6, 1))
@@ -150,7 +150,7 @@ def test_values_of_codes_stay() -> None:
     assert scales.flatten().tolist() == [0, 107, 126, 127, 130, 227]
 
 
-def test_means_are_rounded_to_the_even_code() -> None:
+def test_ties_are_rounded_to_the_even_code() -> None:
     weight = torch.zeros(1, 32)
     weight[0, :9] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0])
     codes, scales = quantize_mxfp4(weight)
@@ -169,7 +169,9 @@ def test_every_weight_is_rounded_to_the_nearest() -> None:
 
 
 def test_the_largest_weight_of_a_block_may_choose_the_next_exponent() -> None:
-    """A block of 7.9 alone is 8 = 4 * 2 with less error than 6; with many ones it is not."""
+    """A single 7.9 is closer to 8 = 4 * 2 than to 6, but with many values of 1.5, the smaller
+    exponent has less error.
+    """
     weight = torch.zeros(2, 32)
     weight[:, 0] = 7.9
     weight[1, 1:] = 1.5

@@ -1,4 +1,4 @@
-"""`peagle quantize --format mxfp4`: what is written is what transformers reads, too; refusals."""
+"""`peagle quantize --format mxfp4`: the written folder is readable by transformers; errors."""
 
 import json
 from pathlib import Path
@@ -63,8 +63,8 @@ def test_only_experts_change(tmp_path: Path) -> None:
     assert "| matrices | 64 |" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_was_mxfp4_stays_so(tmp_path: Path) -> None:
-    """A published target that was dequantized to bfloat16 loses nothing."""
+def test_dequantized_mxfp4_is_recovered_exactly(tmp_path: Path) -> None:
+    """A published target that was dequantized to bfloat16 is quantized without loss."""
     model = save_mxfp4(tmp_path / "published")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "source")
     report = write_mxfp4(tmp_path / "source", tmp_path / "out")
@@ -87,13 +87,13 @@ def test_the_command(tmp_path: Path) -> None:
     report = json.loads(run("--json").stdout)
     assert (report["format"], report["group"], report["matrices"]) == ("mxfp4", 32, 64)
     assert report["bytes_after"] < report["bytes_before"]
-    again = run()  # what it wrote itself it may replace
+    again = run()  # It may overwrite its own output.
     assert again.exit_code == 0 and load_target(out, torch.float32, "cpu").format == "mxfp4 experts"
     wrong = run("--group", "32")
     assert wrong.exit_code == 2 and "--group is for int4" in wrong.stderr
 
 
-def test_what_cannot_be_written(tmp_path: Path) -> None:
+def test_targets_that_cannot_be_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for name in ("qwen3-moe", "llama"):
         source = save_dense(tmp_path / name, name)

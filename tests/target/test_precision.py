@@ -1,4 +1,4 @@
-"""The dtype is measured once per machine and target, remembered, and obeyed."""
+"""The fastest dtype is measured once per machine and target, and stored."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class CountedMeasure:
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def peagle_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     monkeypatch.setattr(precision, "is_overloaded", lambda: False)
     return tmp_path
@@ -49,9 +49,9 @@ def stored_file(home: Path) -> dict[str, Any]:
     ("times", "expected"),
     [
         (passes(float32=2, bfloat16=1), "bfloat16"),
-        (passes(float32=1.05, bfloat16=1), "float32"),  # not a clear win
+        (passes(float32=1.05, bfloat16=1), "float32"),  # The gain is too small.
         (passes(float32=1, bfloat16=9), "float32"),
-        (passes(Q4_1=1, float32=1, bfloat16=1), "Q4_1"),  # nothing is lost, and less is read
+        (passes(Q4_1=1, float32=1, bfloat16=1), "Q4_1"),  # Stored weights are exact, and smaller.
         (passes(Q4_1=2, float32=1, bfloat16=0.95), "float32"),
         (passes(Q4_1=2, float32=3, bfloat16=1), "bfloat16"),
     ],
@@ -61,12 +61,12 @@ def test_precise_candidates_are_preferred(times: dict[str, PassTimes], expected:
 
 
 def test_rows_of_verify_steps_count() -> None:
-    """bfloat16 loses at one row, and wins over all numbers of rows."""
+    """bfloat16 is slower with one row, but faster over all numbers of rows."""
     times = {"float32": {1: 5.0, 4: 10.0, 8: 20.0}, "bfloat16": {1: 6.0, 4: 7.0, 8: 8.0}}
     assert choose_candidate(times) == "bfloat16"
 
 
-def test_measured_once_then_remembered(own_home: Path) -> None:
+def test_measured_once_and_stored(peagle_home: Path) -> None:
     measure = CountedMeasure(passes(float32=2, bfloat16=1))
     for _ in range(2):
         assert measured_choice(None, measure=measure).dtype == torch.bfloat16
@@ -75,13 +75,13 @@ def test_measured_once_then_remembered(own_home: Path) -> None:
     assert choice.times == measure.times and len(measure.calls) == 1
 
 
-def test_times_under_load_serve_while_it_lasts(
-    own_home: Path, monkeypatch: pytest.MonkeyPatch
+def test_times_under_load_are_used_until_the_load_ends(
+    peagle_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = CountedMeasure(passes(float32=2, bfloat16=1))
     idle = CountedMeasure(passes(float32=1, bfloat16=2))
     monkeypatch.setattr(precision, "is_overloaded", lambda: True)
-    for _ in range(2):  # Two processes choose the same.
+    for _ in range(2):  # A second process chooses the same.
         assert measured_choice(SMALL, measure=busy).chosen == "bfloat16"
     monkeypatch.setattr(precision, "is_overloaded", lambda: False)
     for _ in range(2):
@@ -115,31 +115,31 @@ def test_the_shapes_are_those_of_the_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", '{"x": {}}'])
-def test_a_damaged_file_is_measured_again(own_home: Path, content: str) -> None:
-    (own_home / "precision.json").write_text(content)
+def test_a_damaged_file_is_measured_again(peagle_home: Path, content: str) -> None:
+    (peagle_home / "precision.json").write_text(content)
     choice = measured_choice(SMALL)
     assert choice.times.keys() == {"float32", "bfloat16"}
-    assert stored_file(own_home).keys() >= {f"{choice.machine}, {SMALL.name}"}
+    assert stored_file(peagle_home).keys() >= {f"{choice.machine}, {SMALL.name}"}
 
 
-def test_a_damaged_entry_is_measured_again(own_home: Path) -> None:
+def test_a_damaged_entry_is_measured_again(peagle_home: Path) -> None:
     measure = CountedMeasure(passes(float32=2, bfloat16=1))
     measured_choice(SMALL, measure=measure)
-    key = next(iter(stored_file(own_home)))
+    key = next(iter(stored_file(peagle_home)))
     for entry in ({}, [], {"float32": {"1": 1}}, {"float32": {}, "bfloat16": {}}, None, "x"):
-        (own_home / "precision.json").write_text(json.dumps({key: entry}))
+        (peagle_home / "precision.json").write_text(json.dumps({key: entry}))
         assert measured_choice(SMALL, measure=measure).times == measure.times
     assert len(measure.calls) == 7
 
 
 def test_containers_with_new_host_names_share_one_measurement(
-    own_home: Path, monkeypatch: pytest.MonkeyPatch
+    peagle_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure = CountedMeasure(passes(float32=2, bfloat16=1))
     for host in range(5):
         monkeypatch.setattr(platform, "node", lambda host=host: f"pod-{host}")
         measured_choice(SMALL, measure=measure)
-    assert len(measure.calls) == len(stored_file(own_home)) == 1
+    assert len(measure.calls) == len(stored_file(peagle_home)) == 1
 
 
 def test_other_kernels_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_other_kernels_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_changed_kernels_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state stays `c, avx2`, for example."""
+    """The kernels have another cache key, but the same state, such as `c, avx2`."""
     measure = CountedMeasure(passes(float32=2, bfloat16=1))
     built = KernelBuild("native", "avx2", 256, (), "gcc", "12")
     monkeypatch.setattr(precision, "kernel_build", lambda: built)
@@ -161,19 +161,19 @@ def test_changed_kernels_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(measure.calls) == 2
 
 
-def test_the_file_is_bounded(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest kinds of machines stay."""
+def test_the_file_is_bounded(peagle_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entries of the newest kinds of machines are kept."""
     measure = CountedMeasure(passes(float32=2, bfloat16=1))
     for kind in range(precision.MAX_STORED + 20):
         monkeypatch.setattr(precision, "cpu_name", lambda kind=kind: f"kind-{kind}")
         measured_choice(SMALL, measure=measure)
-    stored = list(stored_file(own_home))
+    stored = list(stored_file(peagle_home))
     assert len(stored) == precision.MAX_STORED
     assert stored[0].startswith("kind-20 ") and stored[-1].startswith("kind-83 ")
 
 
 def test_a_read_only_folder_measures_every_time(
-    own_home: Path, monkeypatch: pytest.MonkeyPatch
+    peagle_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise OSError("read-only")
@@ -186,23 +186,23 @@ def test_a_read_only_folder_measures_every_time(
 
 
 @pytest.mark.parametrize(("load", "expected"), [(1.0, False), (2.1, False), (2.5, True)])
-def test_overload_is_more_than_the_cores(
+def test_overload_is_a_load_above_the_cores(
     load: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # the real `is_overloaded`
+    monkeypatch.undo()  # Restore `is_overloaded`.
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(precision, "available_cores", lambda: 2)
     assert precision.is_overloaded() == expected
 
 
-def test_the_choice_says_why() -> None:
+def test_the_choice_is_explained() -> None:
     choice = measured_choice(SMALL, "Q4_1", CountedMeasure(passes(float32=9, bfloat16=8, Q4_1=3)))
     assert choice.text == ("Q4_1: 3 ms for a pass of 8 rows; float32: 9 ms; bfloat16: 8 ms")
     assert choice.stored and choice.dtype == torch.float32
     assert choice.as_dict()["pass_ms"]["Q4_1"] == {"1": 3, "4": 3, "8": 3}
 
 
-def test_words() -> None:
+def test_choose_dtype() -> None:
     assert precision.choose_dtype("bfloat16", "cpu") == torch.bfloat16
     assert precision.choose_dtype("auto", "cuda") == torch.bfloat16
     with pytest.raises(UserError, match="unknown dtype"):

@@ -1,4 +1,4 @@
-"""The CUDA context is created early only for a torch that uses it, and no device name fails."""
+"""Preloading: the CUDA context is created early only if torch uses it; any device name works."""
 
 import sys
 import threading
@@ -32,9 +32,7 @@ def test_contexts(
     assert created == expected
 
 
-def test_a_device_without_a_number_is_left_to_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_invalid_devices_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     contexts(monkeypatch, tmp_path, has_cuda=True)
     monkeypatch.setattr(preload, "create_context", lambda device: int(device.partition(":")[2]))
     preload.load_libraries("cuda:x", threading.Event())
@@ -94,7 +92,7 @@ def test_kernels_are_compiled_early_only_for_a_gpu(
 def test_the_compiler_is_not_hashed_when_torch_can_be_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also where loading libraries fails, as here."""
+    """The event is set even if loading libraries fails, as here."""
     contexts(monkeypatch, tmp_path, has_cuda=True)
     loaded = threading.Event()
     preload.load_libraries("auto", loaded)

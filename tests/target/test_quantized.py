@@ -1,4 +1,4 @@
-"""Quantized targets: errors of codes, complete folders, the same answers with drafts, refusals."""
+"""Quantized targets: rounding errors, written folders, equal answers with drafts, and errors."""
 
 import json
 from collections.abc import Callable
@@ -25,11 +25,12 @@ from tests.support.kernels.cpu_features import needs_c
 from tests.support.models.tiny_models import make_drafter, make_target
 
 NAMES = list(WEIGHT_FORMATS)
-OFF = {"fp8": 0.04, "int8": 0.01, "int4": 0.15}  # of a random matrix' length, at most
+# Largest relative errors of a random matrix.
+MAX_ERRORS = {"fp8": 0.04, "int8": 0.01, "int4": 0.15}
 PROMPTS = [[7, 9, 30, 4], [60, 3, 12, 8, 22, 41, 5], list(range(10, 40))]
 
 
-def saved(folder: Path, name: str = "llama", **options) -> Path:
+def save_target(folder: Path, name: str = "llama", **options) -> Path:
     sizes = {"intermediate_size": 64} if name == "llama" else {}  # a multiple of 32, for int4
     make_target(name, **sizes).model.to(torch.bfloat16).save_pretrained(folder, **options)
     return folder
@@ -37,7 +38,7 @@ def saved(folder: Path, name: str = "llama", **options) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("target"))
+    return save_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def folders(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_codes_stay_close(name: str) -> None:
+def test_rounding_errors_are_small(name: str) -> None:
     to = WEIGHT_FORMATS[name]
     torch.manual_seed(0)
     matrix = torch.randn(16, 256) * torch.logspace(-4, 2, 16)[:, None]
@@ -59,13 +60,13 @@ def test_codes_stay_close(name: str) -> None:
     assert codes.scales.shape == (16, 2 if name == "int4" else 1)
     back = codes.matrix(torch.float32)
     live = [i for i in range(16) if i != 5]
-    assert ((back - matrix).norm(dim=1) <= OFF[name] * matrix.norm(dim=1))[live].all()
+    assert ((back - matrix).norm(dim=1) <= MAX_ERRORS[name] * matrix.norm(dim=1))[live].all()
     assert not back[5].any()
     assert codes.codes.float().min() >= to.low and codes.codes.float().max() <= to.high
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_cutting_an_outlier_off_pays(name: str) -> None:
+def test_clipping_an_outlier_reduces_the_error(name: str) -> None:
     torch.manual_seed(0)
     to = WEIGHT_FORMATS[name]
     matrix = torch.randn(1, 1 << 16)
@@ -77,7 +78,7 @@ def test_cutting_an_outlier_off_pays(name: str) -> None:
     assert back.max() < 5.9
 
 
-def test_words_hold_the_first_code_in_the_lowest_bits() -> None:
+def test_packed_words_have_the_first_code_in_the_lowest_bits() -> None:
     codes = torch.tensor(
         [[-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.int8
     )
@@ -92,7 +93,7 @@ def test_words_hold_the_first_code_in_the_lowest_bits() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_stored_is_what_is_read(name: str) -> None:
+def test_codes_round_trip(name: str) -> None:
     to, matrix = (
         WEIGHT_FORMATS[name],
         torch.randn(8, 128, generator=torch.Generator().manual_seed(0)),
@@ -104,8 +105,8 @@ def test_what_is_stored_is_what_is_read(name: str) -> None:
     assert torch.equal(read["a.b"].scales, codes.scales)
 
 
-def test_eight_bits_in_words_and_one_scale_for_all_are_read_too() -> None:
-    """Others write such checkpoints."""
+def test_packed_8_bit_codes_with_one_scale_are_read() -> None:
+    """Other tools write such checkpoints."""
     whole = torch.randint(-127, 128, (4, 8), dtype=torch.int8)
     tensors = {"a.weight_packed": pack_codes(whole, 8), "a.weight_shape": torch.tensor([4, 8])}
     codes, _ = parse_quantized(tensors | {"a.weight_scale": torch.tensor([0.5])})
@@ -148,7 +149,7 @@ def test_a_folder_is_complete(name: str, folders: dict[str, Path], source: Path)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_target_is_what_its_codes_stand_for(
+def test_weights_equal_the_dequantized_codes(
     name: str, folders: dict[str, Path], source: Path
 ) -> None:
     target, plain = (
@@ -160,9 +161,9 @@ def test_a_target_is_what_its_codes_stand_for(
         weight = target.model.get_submodule(module).weight
         assert torch.equal(weight, quantized.matrix(torch.float32)), module
         before = plain.model.get_submodule(module).weight
-        assert (weight - before).norm() <= OFF[name] * before.norm()
+        assert (weight - before).norm() <= MAX_ERRORS[name] * before.norm()
         readable = hasattr(target.model.get_submodule(module), "quantized_weight")
-        assert readable == (name == "int8"), "what the CPU kernel reads"
+        assert readable == (name == "int8"), "the CPU kernel reads int8 codes only"
     assert target.stop_ids == plain.stop_ids
 
 
@@ -178,16 +179,20 @@ def answers(target: Target, method: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_change_nothing(name: str, dtype: torch.dtype, folders: dict[str, Path]) -> None:
+def test_drafts_do_not_change_answers(
+    name: str, dtype: torch.dtype, folders: dict[str, Path]
+) -> None:
     target = load_target(folders[name], dtype, "cpu")
     plain = answers(target, "none")
-    assert len({token for ids in plain for token in ids}) > 4, "an answer that says nothing"
+    assert len({token for ids in plain for token in ids}) > 4, (
+        "the answers hardly vary, so the comparison proves little"
+    )
     assert answers(target, "p-eagle") == answers(target, "eagle3") == plain
 
 
 @needs_c
 def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> None:
-    words = {}
+    weights = {}
     for name in NAMES:
         pair = LoadedPair(
             Pair("tiny", TargetSource(order=("folder",)), {}),
@@ -196,22 +201,22 @@ def test_int8_is_multiplied_by_its_codes_on_a_cpu(folders: dict[str, Path]) -> N
         with Engine(
             pair, EngineConfig(method="none", max_batch=1, kv_tokens=64, thread=False)
         ) as engine:
-            words[name] = engine.status()["weights"]
-    assert words == {
+            weights[name] = engine.status()["weights"]
+    assert weights == {
         name: name if name == "int8" else f"{name}, multiplied out to bfloat16" for name in NAMES
     }
 
 
 @needs_c
-def test_a_weight_that_shrank_is_its_codes() -> None:
-    """The scales are unlike any other rounding: only the codes give the right result."""
+def test_weight_that_uses_its_codes() -> None:
+    """With these scales, only the codes give the right result, and no rounding of the weights."""
     whole = torch.randint(-100, 101, (50, 128), dtype=torch.int8)
     codes = QuantizedWeight(whole, torch.rand(50, 1) + 0.5)
     bias = torch.randn(50).bfloat16()
     weight = Weight(codes.matrix(torch.bfloat16), bias, codes)
     assert weight.use_codes()
     x = torch.randint(-127, 128, (3, 128)).bfloat16()
-    x[:, ::32] = 127  # the step of every 32 inputs is 1: nothing is rounded
+    x[:, ::32] = 127  # The step of every 32 inputs is 1, so inputs are not rounded.
     expected = x.float() @ codes.matrix(torch.float32).T + bias.float()
     assert torch.allclose(weight(x).float(), expected, rtol=2**-8, atol=1e-2)
     assert not Weight(codes.matrix(torch.bfloat16), bias).use_codes()
@@ -230,7 +235,7 @@ def test_merged_codes() -> None:
 
 
 def test_a_target_in_several_files(tmp_path: Path, folders: dict[str, Path]) -> None:
-    source = saved(tmp_path / "source", max_shard_size="40KB")
+    source = save_target(tmp_path / "source", max_shard_size="40KB")
     assert len(list(source.glob("*.safetensors"))) > 2
     quantize(source, tmp_path / "out", WEIGHT_FORMATS["int8"])
     assert {f.name for f in source.glob("*.safetensors*")} == {
@@ -243,7 +248,7 @@ def test_a_target_in_several_files(tmp_path: Path, folders: dict[str, Path]) -> 
     assert all(torch.equal(tensor, several[key]) for key, tensor in single.items())
 
 
-SPOILT: dict[str, tuple[str, Callable[[dict[str, Tensor], str], object], str]] = {
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, Tensor], str], object], str]] = {
     "no scale": ("int8", lambda t, m: t.pop(m + ".weight_scale"), "has no weight_scale"),
     "no words' scale": ("int4", lambda t, m: t.pop(m + ".weight_scale"), "has no weight_scale"),
     "no matrix": ("int8", lambda t, m: t.pop(m + ".weight"), "is missing"),
@@ -270,7 +275,7 @@ SPOILT: dict[str, tuple[str, Callable[[dict[str, Tensor], str], object], str]] =
 }
 
 
-@pytest.mark.parametrize(("name", "edit", "words"), SPOILT.values(), ids=SPOILT.keys())
+@pytest.mark.parametrize(("name", "edit", "words"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_broken_folders_are_refused(
     name: str, edit, words: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -292,9 +297,11 @@ def test_an_unknown_layout_is_refused(folders: dict[str, Path], tmp_path: Path) 
         load_target(tmp_path, torch.float32, "cpu")
 
 
-def test_what_cannot_be_quantized(folders: dict[str, Path], source: Path, tmp_path: Path) -> None:
+def test_targets_that_cannot_be_quantized(
+    folders: dict[str, Path], source: Path, tmp_path: Path
+) -> None:
     int8 = WEIGHT_FORMATS["int8"]
-    broken = saved(tmp_path / "broken")
+    broken = save_target(tmp_path / "broken")
     with pytest.raises(UserError, match="quantized already"):
         quantize(folders["fp8"], tmp_path / "out", int8)
     with pytest.raises(UserError, match="another one"):
@@ -323,7 +330,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
         report["bytes_after"] < report["bytes_before"]
         and 0.05 < report["error"] < report["worst_error"] < 0.15
     )
-    again = run("--format", "fp8")  # what it wrote itself it may replace
+    again = run("--format", "fp8")  # It may overwrite its own output.
     assert again.exit_code == 0 and load_target(out, torch.float32, "cpu").format == "fp8"
     wrong = run("--format", "fp4")
     assert wrong.exit_code == 2 and "use one of fp8, int8, int4" in wrong.stderr

@@ -1,4 +1,4 @@
-"""Quantized mixtures of experts: files, experts as stored, logits, the command, refusals."""
+"""Quantized mixtures of experts: files, stored experts, logits, the command, and errors."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ WIDTHS = {"qwen3-moe": {"moe_intermediate_size": 32}, "mixtral": {"intermediate_
 MATRIX = "model.layers.3.mlp.experts.1.up_proj"  # of Qwen3-MoE
 
 
-def saved(folder: Path, name: str, **options) -> Path:
+def save_target(folder: Path, name: str, **options) -> Path:
     target = make_target(name, seed=7, **WIDTHS.get(name, {}))  # seed 7: varied answers
     target.model.to(torch.bfloat16).save_pretrained(folder, **options)
     return folder
@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each mixture in `source`, and in a folder for each format."""
     root = tmp_path_factory.mktemp("mixtures")
     for name in NAMES:
-        saved(root / name / "source", name)
+        save_target(root / name / "source", name)
         for format, to in WEIGHT_FORMATS.items():
             quantize(root / name / "source", root / name / format, to)
     return root
@@ -98,7 +98,7 @@ def test_files_have_every_expert(name: str, format: str, root: Path) -> None:
 def test_merged_experts_of_a_source_are_split(
     name: str, format: str, root: Path, tmp_path: Path
 ) -> None:
-    source = saved(tmp_path / "source", name, save_original_format=False)
+    source = save_target(tmp_path / "source", name, save_original_format=False)
     assert "model.layers.0.mlp.experts.gate_up_proj" in read_tensors(source)
     quantize(source, tmp_path / "out", WEIGHT_FORMATS[format])
     split, merged = read_tensors(root / name / format), read_tensors(tmp_path / "out")
@@ -134,7 +134,7 @@ def test_8_bit_experts_stay_as_stored(name: str, format: str, root: Path) -> Non
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_dequantized_weights(name: str, format: str, root: Path) -> None:
+def test_logits_equal_those_of_dequantized_weights(name: str, format: str, root: Path) -> None:
     target = load_target(root / name / format, torch.float32, "cpu")
     expected = load_target(root / name / "source", torch.float32, "cpu")
     weights, _ = parse_quantized(read_tensors(root / name / format))
@@ -151,10 +151,12 @@ def test_logits_are_those_of_dequantized_weights(name: str, format: str, root: P
     logits = expected.forward(ids).logits
     assert torch.allclose(target.forward(ids).logits, logits, rtol=0, atol=1e-4)
     plain = load_target(root / name / "source", torch.float32, "cpu")
-    assert (plain.forward(ids).logits - logits).abs().max() > 1e-2, "rounding can be seen"
+    assert (plain.forward(ids).logits - logits).abs().max() > 1e-2, (
+        "rounding must change the logits"
+    )
 
 
-def copied(folder: Path, to: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
+def copy_edited(folder: Path, to: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
     tensors = load_file(to / "model.safetensors")
@@ -169,9 +171,9 @@ def store_in_groups(tensors: dict[str, Tensor]) -> None:
 
 
 def test_experts_in_groups_are_dequantized(root: Path, tmp_path: Path) -> None:
-    """Other tools write them. The kernels for experts read one scale per output."""
+    """Other tools write groups, but the kernels for experts read one scale per output."""
     stored = root / "qwen3-moe" / "int8"
-    target = load_target(copied(stored, tmp_path, store_in_groups), torch.float32, "cpu")
+    target = load_target(copy_edited(stored, tmp_path, store_in_groups), torch.float32, "cpu")
     types = [type(layer.mlp.experts).__name__ for layer in target.layers]
     assert types == ["Qwen3MoeExperts" if i == 3 else "StoredExperts" for i in range(LAYERS)]
     ids = torch.arange(3, 40)
@@ -180,7 +182,7 @@ def test_experts_in_groups_are_dequantized(root: Path, tmp_path: Path) -> None:
 
 
 def test_experts_that_are_not_quantized_are_loaded(root: Path, tmp_path: Path) -> None:
-    """Other tools may leave the experts of a layer as they are."""
+    """Other tools may leave the experts of a layer unquantized."""
     plain = read_tensors(root / "mixtral" / "source")
     prefix = "model.layers.2.block_sparse_moe.experts."
 
@@ -189,7 +191,9 @@ def test_experts_that_are_not_quantized_are_loaded(root: Path, tmp_path: Path) -
             del tensors[key]
         tensors |= {key: x for key, x in plain.items() if key.startswith(prefix)}
 
-    target = load_target(copied(root / "mixtral" / "fp8", tmp_path, restore), torch.float32, "cpu")
+    target = load_target(
+        copy_edited(root / "mixtral" / "fp8", tmp_path, restore), torch.float32, "cpu"
+    )
     experts = target.layers[2].mlp.experts
     assert torch.equal(experts.down_proj[3], plain[f"{prefix}3.w2.weight"].float())
     assert isinstance(target.layers[1].mlp.experts, StoredExperts)
@@ -215,21 +219,21 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 @pytest.mark.parametrize(("edit", "words"), BROKEN.values(), ids=BROKEN.keys())
 def test_broken_folders_are_refused(edit, words: str, root: Path, tmp_path: Path) -> None:
-    folder = copied(root / "qwen3-moe" / "int8", tmp_path, edit)
+    folder = copy_edited(root / "qwen3-moe" / "int8", tmp_path, edit)
     with pytest.raises(UserError, match=words):
         load_target(folder, torch.float32, "cpu")
 
 
-def test_what_cannot_be_quantized(root: Path, tmp_path: Path) -> None:
+def test_targets_that_cannot_be_quantized(root: Path, tmp_path: Path) -> None:
     int8 = WEIGHT_FORMATS["int8"]
     with pytest.raises(UserError, match=r"experts of gpt_oss targets.* use mxfp4"):
-        quantize(saved(tmp_path / "gpt-oss", "gpt-oss"), tmp_path / "out", int8)
+        quantize(save_target(tmp_path / "gpt-oss", "gpt-oss"), tmp_path / "out", int8)
     OlmoeConfig(**SIZES, num_experts=4).save_pretrained(tmp_path / "olmoe")
     with pytest.raises(UserError, match="nor of experts of a qwen3_moe or mixtral target"):
         quantize(tmp_path / "olmoe", tmp_path / "out", int8)
     (tmp_path / "partial").mkdir()
     source = root / "qwen3-moe" / "source"
-    partial = copied(source, tmp_path / "partial", lambda t: t.pop(f"{MATRIX}.weight"))
+    partial = copy_edited(source, tmp_path / "partial", lambda t: t.pop(f"{MATRIX}.weight"))
     with pytest.raises(UserError, match=f"lacks {MATRIX}.weight"):
         quantize(partial, tmp_path / "out", int8)
     assert not (tmp_path / "out").exists()
@@ -243,16 +247,18 @@ def answers(target: Target, method: Method) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_change_nothing(name: str, root: Path) -> None:
+def test_drafts_do_not_change_answers(name: str, root: Path) -> None:
     target = load_target(root / name / "int8", torch.float32, "cpu")
     plain = answers(target, "none")
-    assert len({token for ids in plain for token in ids}) > 4, "an answer that says nothing"
+    assert len({token for ids in plain for token in ids}) > 4, (
+        "the answers hardly vary, so the comparison proves little"
+    )
     assert answers(target, "p-eagle") == plain
 
 
 def test_the_command(tmp_path: Path) -> None:
     """A source in several files; the quantized target is used to export and check a drafter."""
-    source = saved(tmp_path / "source", "mixtral", max_shard_size="100KB")
+    source = save_target(tmp_path / "source", "mixtral", max_shard_size="100KB")
     assert len(list(source.glob("*.safetensors"))) > 2
     out = tmp_path / "out"
     options = ["--format", "fp8", "--out", str(out), "--json"]

@@ -1,4 +1,4 @@
-"""Code from a checkpoint is never run, and nobody is asked whether it may: not on a terminal."""
+"""Code from a checkpoint is never run, and users are not asked whether to trust it."""
 
 import ast
 import builtins
@@ -42,20 +42,20 @@ QUANTIZATION = {
 
 @pytest.fixture
 def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a user at a terminal is asked; the answer is "y"."""
-    asked: list[str] = []
+    """Questions to a user at a terminal, who answers "y"."""
+    prompts: list[str] = []
 
     def answer(question: str = "") -> str:
-        asked.append(question)
+        prompts.append(question)
         return "y"
 
     monkeypatch.setattr(builtins, "input", answer)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    return asked
+    return prompts
 
 
 def checkpoint_with_code(folder: Path, model: bool, quantized: bool = False) -> Path:
-    """A tiny Llama whose config and model (or whose tokenizer) are its own code.
+    """Save a tiny Llama with custom code of its model and config, or of its tokenizer.
 
     Returns the file that the code writes.
     """
@@ -99,8 +99,8 @@ def test_quantizing_a_target_with_code(tmp_path: Path, questions: list[str]) -> 
     assert questions == [] and not marker.exists()
 
 
-def test_a_custom_model_behind_a_known_config(tmp_path: Path, questions: list[str]) -> None:
-    """The config is one of transformers, which has no causal model for it: the code offers one."""
+def test_a_custom_model_with_a_known_config(tmp_path: Path, questions: list[str]) -> None:
+    """transformers knows the config but has no causal model for it; the custom code has one."""
     marker = checkpoint_with_code(tmp_path / "target", model=True)
     file = tmp_path / "target" / "config.json"
     config = json.loads(file.read_text()) | {"model_type": "clip_vision_model"}
@@ -114,8 +114,8 @@ def test_a_custom_model_behind_a_known_config(tmp_path: Path, questions: list[st
 def unsafe_loaders(source: str) -> list[int]:
     """The lines that mention a loader without calling it with `trust_remote_code=False`.
 
-    A loader that is passed on (`load = AutoConfig.from_pretrained`) counts too: nobody sees how it
-    is called.
+    A reference to a loader (`load = AutoConfig.from_pretrained`) counts as unsafe, because its
+    calls are not visible.
     """
     tree = ast.parse(source)
     safe = {
@@ -149,7 +149,7 @@ def test_every_loader_refuses_code(folder: str) -> None:
     assert unsafe == [], "pass trust_remote_code=False"
 
 
-def test_unsafe_loaders_are_found() -> None:
+def test_unsafe_loaders_are_detected() -> None:
     source = (
         "AutoConfig.from_pretrained(x)\n"
         "AutoConfig.from_pretrained(x, trust_remote_code=trust)\n"

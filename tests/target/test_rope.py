@@ -1,4 +1,4 @@
-"""RoPE that depends on the length of a pass is frozen for the target's context."""
+"""RoPE that depends on the length of a pass is fixed by the context of the target."""
 
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,18 @@ def angles(model: Any, positions: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "phimoe"])
-def test_frequencies_are_those_of_a_sequence_that_fills_the_context(
-    name: str, context: int | None
-) -> None:
+def test_frequencies_equal_those_of_a_full_context(name: str, context: int | None) -> None:
     target = rope_target(name, context)
     positions = torch.arange(target.context)
-    expected = angles(rope_model(name), positions)  # transformers, in one pass as long as that
-    for length in (3, target.context, 5):  # in any order
+    # One pass of transformers over the full context.
+    expected = angles(rope_model(name), positions)
+    for length in (3, target.context, 5):  # The order does not matter.
         assert torch.equal(angles(target.model, positions[:length]), expected[:length])
 
 
-def test_phimoe_has_the_factors_and_the_scale_of_its_context() -> None:
-    """transformers 5.17 takes the long scale with the short factors; the model's own code and vLLM
-    take the long factors.
+def test_phimoe_uses_the_factors_and_the_scale_of_its_context() -> None:
+    """transformers 5.17 combines the long scale with the short factors; the model's own code and
+    vLLM use the long factors.
     """
     positions = torch.arange(BOUNDARY + 9)
     for context, chosen in ((BOUNDARY, "short"), (BOUNDARY + 1, "long")):
@@ -63,20 +62,18 @@ def test_phimoe_has_the_factors_and_the_scale_of_its_context() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_long_neighbor_in_the_batch_changes_nothing(name: str) -> None:
+def test_a_long_sequence_in_the_batch_has_no_effect(name: str) -> None:
     target = rope_target(name)
     target.tap((1, 2))
     ids = torch.randint(6, 96, (2, BOUNDARY + 6), generator=torch.Generator().manual_seed(1))
-    alone = target.features(ids[:1, :10])
-    beside = target.features(ids)
-    torch.testing.assert_close(beside.taps[:1, :10], alone.taps, atol=1e-4, rtol=1e-4)
+    expected = target.features(ids[:1, :10])
+    batched = target.features(ids)
+    torch.testing.assert_close(batched.taps[:1, :10], expected.taps, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("context", [BOUNDARY, None])
 @pytest.mark.parametrize("name", NAMES)
-def test_decoding_with_a_cache_equals_decoding_without(
-    name: str, context: int | None, prompt: Any
-) -> None:
+def test_decoding_with_and_without_a_cache(name: str, context: int | None, prompt: Any) -> None:
     target = rope_target(name, context)
     target.tap(())
     ids = prompt(BOUNDARY - 12)
@@ -85,8 +82,8 @@ def test_decoding_with_a_cache_equals_decoding_without(
     assert plain(target, ids, count) == whole
 
 
-def test_the_choice_changes_answers(prompt: Any) -> None:
-    """Otherwise the tests here would show nothing."""
+def test_the_factors_change_answers(prompt: Any) -> None:
+    """Otherwise the tests in this file would prove nothing."""
     ids = prompt(20)
     short, long = (rope_target("phi3", context) for context in (BOUNDARY, BOUNDARY + 1))
     assert plain(short, ids, 20) != plain(long, ids, 20)
@@ -101,7 +98,8 @@ def test_the_context_of_a_target(target: Target) -> None:
     assert (short.context, short.max_context, short.shortest_context) == (40, 128, 1)
     assert rope_target("dynamic").shortest_context == 1
     assert (target.rope_context, target.shortest_context, target.fit_context(7)) == (None, 1, 7)
-    assert Target(make_target().model, context=1000).context == 256  # at most what it supports
+    # Limited to what the model supports.
+    assert Target(make_target().model, context=1000).context == 256
     with pytest.raises(UserError, match="`context` is 1: use 2 or more"):
         Target(make_target().model, context=1)
 
@@ -109,7 +107,7 @@ def test_the_context_of_a_target(target: Target) -> None:
 def test_one_model_has_one_rope() -> None:
     model = rope_model("phi3")
     Target(model, context=60)
-    assert Target(model).context == 128  # the same factors
+    assert Target(model).context == 128  # The factors are the same.
     with pytest.raises(UserError, match="load the model again for another `context`"):
         Target(model, context=BOUNDARY)
 
@@ -133,7 +131,7 @@ def rotary(parameters: dict[str, Any], positions: int = 32) -> LlamaRotaryEmbedd
 
 @pytest.mark.parametrize("context", [20, 32, 33, 100])
 def test_dynamic_base_of_any_context(context: int) -> None:
-    """Also beyond max_position_embeddings, where a drafter may have fewer than its target."""
+    """Contexts may exceed max_position_embeddings: a drafter may have fewer than its target."""
     theirs = rotary(dict(DYNAMIC))
     theirs(torch.zeros(1), torch.arange(context)[None])
     by_parameters = rotary(freeze_parameters(DYNAMIC, context, 32, 8))
@@ -145,9 +143,13 @@ def test_dynamic_base_of_any_context(context: int) -> None:
     torch.testing.assert_close(frozen.inv_freq, theirs.inv_freq)
 
 
-def test_scale_in_the_keys_of_transformers_and_of_vllm() -> None:
-    given = {"attention_factor": 1.7}
-    for more, scale in ((given, 1.7), ({"factor": 1.0}, 1.0), ({"long_mscale": 1.3}, 1.3)):
+def test_scale_keys_of_transformers_and_vllm() -> None:
+    attention_factor = {"attention_factor": 1.7}
+    for more, scale in (
+        (attention_factor, 1.7),
+        ({"factor": 1.0}, 1.0),
+        ({"long_mscale": 1.3}, 1.3),
+    ):
         frozen = freeze_parameters(longrope() | more, 128, 128, 8)
         keys = ("attention_factor", "short_mscale", "long_mscale")
         assert [frozen[key] for key in keys] == [scale] * 3

@@ -34,7 +34,7 @@ def test_one_pass_over_each_layer(target: Target, prompt) -> None:
     assert len(calls) == len(target.layers)
 
 
-def test_rollback_equals_never_having_seen_it(any_target: Target, prompt) -> None:
+def test_rollback_removes_a_rejected_block(any_target: Target, prompt) -> None:
     """After a wrong block and a rollback, logits and taps are those without the block."""
     ids, wrong = torch.tensor(prompt(24)), torch.tensor(prompt(7))
     any_target.tap((2, 6))
@@ -68,7 +68,7 @@ def test_unknown_layers_are_refused(target: Target, ids: tuple[int, ...]) -> Non
 
 
 def test_recurrent_targets_are_refused() -> None:
-    """RecurrentGemma keeps a state in its layers that no cache knows of; attention models pass."""
+    """RecurrentGemma keeps a state in its layers, outside of the cache."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     heads = {
@@ -86,25 +86,25 @@ def test_attention_targets_can_be_rolled_back(any_target: Target) -> None:
     any_target.require_rollback()
 
 
-def spoil_tensor(folder: Path) -> None:
+def remove_tensor(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("damage", "words"),
     [
-        (spoil_tensor, "lacks 1 tensors"),
+        (remove_tensor, "lacks 1 tensors"),
         (lambda f: (f / "config.json").write_text("[]"), "cannot load"),
         (lambda f: (f / "model.safetensors").write_bytes(b"short"), "cannot load"),
         (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     ],
 )
-def test_broken_target_folders(tmp_path: Path, spoil, words: str) -> None:
+def test_broken_target_folders(tmp_path: Path, damage, words: str) -> None:
     make_target().model.save_pretrained(tmp_path)
     load_target(tmp_path, torch.float32, "cpu")
-    spoil(tmp_path)
+    damage(tmp_path)
     with pytest.raises(UserError, match=words):
         load_target(tmp_path, torch.float32, "cpu")
 

@@ -1,6 +1,6 @@
-"""transformers is imported without the parts that inference never uses, and all stays reachable.
+"""transformers is imported without modules that inference does not use, but they stay importable.
 
-The scripts run in processes of their own: here everything is imported already.
+The scripts run in separate processes, because the tests have imported everything.
 """
 
 import importlib.metadata
@@ -33,7 +33,7 @@ def run_script(script: str) -> Any:
 
 
 def last_line(output: str) -> Any:
-    """What a script printed last; libraries may print warnings before."""
+    """The last line of the output; libraries may print warnings before it."""
     return json.loads(output.splitlines()[-1])
 
 
@@ -45,7 +45,7 @@ def after_torch() -> Iterator[ScriptServer]:
 
 
 def test_models_load_and_run_without_heavy_modules(tmp_path: Path) -> None:
-    """Also one whose RoPE multiplies a list of factors with a range (longrope)."""
+    """One of the models has longrope, which multiplies a list of factors with a range."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes)
     model = LlamaForCausalLM(config).eval()
@@ -89,7 +89,7 @@ print(json.dumps([problems, [name for name in {HEAVY!r} if name in sys.modules]]
 
 
 def test_values_are_created_on_the_cpu_while_a_model_is_created() -> None:
-    """Those of arrays, too. An empty list tells transformers the current device."""
+    """Arrays, too. Empty lists stay on meta: transformers reads the current device from them."""
     with no_meta_initialization(), torch.device("meta"):
         assert torch.tensor([]).is_meta and torch.empty(2).is_meta
         assert torch.tensor([1.0], device="meta").is_meta
@@ -98,7 +98,7 @@ def test_values_are_created_on_the_cpu_while_a_model_is_created() -> None:
         assert torch.arange(3).tolist() == [0, 1, 2]
 
 
-def test_other_models_and_the_compiler_stay_reachable(after_torch: ScriptServer) -> None:
+def test_other_models_and_the_compiler_can_be_imported(after_torch: ScriptServer) -> None:
     script = """
 from peagle.target.transformers_import import quick_imports
 with quick_imports():
@@ -119,7 +119,7 @@ print(json.dumps([names, add(torch.ones(2)).tolist(), len(transformers.__all__) 
 
 @pytest.mark.parametrize(
     "module",
-    # The compiler's package imports both of them itself.
+    # The package of the compiler imports both modules.
     ["config", pytest.param("variables.base", marks=pytest.mark.slow)],
 )
 def test_modules_of_the_compiler_are_executed_once(module: str, after_torch: ScriptServer) -> None:
@@ -141,7 +141,7 @@ print(json.dumps([names.count(module.__name__), loader, same]))
     assert last_line(after_torch.run(script)) == [1, "SourceFileLoader", True]
 
 
-def test_distributions_of_other_names_are_found_inside_quick_imports() -> None:
+def test_quick_imports_find_distributions_with_other_names() -> None:
     script = """
 import importlib.metadata, json
 from peagle.target.transformers_import import quick_imports
@@ -154,6 +154,6 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "jinja2", "yaml", "no_such_package"])
 def test_distributions_of_packages(package: str) -> None:
-    known = importlib.metadata.packages_distributions().get(package)
+    expected = importlib.metadata.packages_distributions().get(package)
     found = PackageDistributions().get(package)
-    assert [name.lower() for name in found or []] == [name.lower() for name in known or []][:1]
+    assert [name.lower() for name in found or []] == [name.lower() for name in expected or []][:1]

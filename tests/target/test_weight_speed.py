@@ -1,4 +1,4 @@
-"""The probe multiplies the target's matrices, more of them than the cache holds."""
+"""The speed probe multiplies matrices of the target, in a sample larger than the cache."""
 
 import json
 from dataclasses import replace
@@ -28,19 +28,19 @@ def weights(sample: list[tuple[int, int]]) -> int:
     return sum(n * k for n, k in sample)
 
 
-def test_the_matrices_are_those_of_the_target() -> None:
+def test_matrices_of_the_target() -> None:
     assert SMALL.layer == ((128, 64), (64, 64), (256, 64), (64, 128))
     assert SMALL.weights == 2 * (128 + 64 + 256 + 128) * 64 + 256 * 64
     assert SMALL.sample(1e9) == [*(SMALL.layer * 2), (256, 64)]
 
 
-@pytest.mark.parametrize("wanted", [30e6, 60e6, 100e6])
+@pytest.mark.parametrize("size", [30e6, 60e6, 100e6])
 @pytest.mark.parametrize(
     "shapes", [DEFAULT_SHAPES, MatrixShapes(4096, 14336, 4096, 1024, 32, 128256)]
 )
-def test_a_sample_has_the_wanted_size(shapes: MatrixShapes, wanted: float) -> None:
-    """Also where one layer has more weights than the sample."""
-    assert weights(shapes.sample(wanted)) == pytest.approx(wanted, rel=0.15)
+def test_a_sample_has_the_given_size(shapes: MatrixShapes, size: float) -> None:
+    """A layer may have more weights than the sample."""
+    assert weights(shapes.sample(size)) == pytest.approx(size, rel=0.15)
 
 
 def test_every_candidate_is_timed_with_every_number_of_rows() -> None:
@@ -57,8 +57,8 @@ def test_a_format_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert "IQ2_XS" not in measure_passes(SMALL, "IQ2_XS")
 
 
-def test_times_are_those_of_the_whole_target() -> None:
-    """A probe of a tenth of the weights counts ten times."""
+def test_times_are_extrapolated_to_the_target() -> None:
+    """The times of a probe with a tenth of the weights are multiplied by ten."""
     candidate = weight_speed.candidates(None)[0]
     shapes = MatrixShapes(256, 512, 256, 128, 20, 1024)
     whole = weight_speed.Probe(candidate, shapes, 1e9)
@@ -96,14 +96,14 @@ def test_samples_exceed_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     "config",
     [None, "{", "[]", {}, {"hidden_size": 0, "num_attention_heads": 1}, {"hidden_size": "x"}],
 )
-def test_an_unknown_config_tells_no_shapes(tmp_path: Path, config: object) -> None:
+def test_an_unknown_config_has_no_shapes(tmp_path: Path, config: object) -> None:
     if config is not None:
         text = config if isinstance(config, str) else json.dumps(config)
         (tmp_path / "config.json").write_text(text)
     assert read_shapes(tmp_path) is None
 
 
-def test_a_text_config_inside_is_read(tmp_path: Path) -> None:
+def test_a_nested_text_config_is_read(tmp_path: Path) -> None:
     text_config = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -164,12 +164,12 @@ def test_the_experts_that_a_pass_reads() -> None:
     assert qwen3.share_read(1) == pytest.approx(8 / 128)
     assert 128 * qwen3.share_read(8) == pytest.approx(51.6, abs=0.1)
     assert [qwen3.matrix_rows(rows) for rows in (1, 8, 64, 512)] == [1, 1, 4, 32]
-    for wanted in (1e6, 3e6, 40e6):  # Less than an expert, one, and many.
-        assert weights(qwen3.sample(wanted)) == pytest.approx(wanted, rel=0.4)
+    for size in (1e6, 3e6, 40e6):  # Less than an expert, one, and many.
+        assert weights(qwen3.sample(size)) == pytest.approx(size, rel=0.4)
     assert EXPERTS.sample(1e9) == list(EXPERTS.expert) * 16
 
 
-def test_experts_are_timed_by_themselves() -> None:
+def test_experts_are_timed_separately() -> None:
     candidate = weight_speed.candidates(None)[0]
     probe = weight_speed.Probe(candidate, EXPERTS, 1e9)
     assert probe.inputs[8][64].shape == (EXPERTS.matrix_rows(8), 64) == (2, 64)
@@ -180,8 +180,8 @@ def test_experts_are_timed_by_themselves() -> None:
     assert times.keys() == {"float32", "bfloat16"}
 
 
-def test_mxfp4_experts_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernels they are left out: they are multiplied out with every dtype."""
+def test_mxfp4_experts_are_timed_in_mxfp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without C kernels they are not timed, because they are dequantized with every dtype."""
     shapes = replace(MIXTURE, experts=replace(EXPERTS, is_mxfp4=True))
     built: list[tuple[int, int]] = []
 

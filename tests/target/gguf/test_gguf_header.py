@@ -1,4 +1,4 @@
-"""Files that are no GGUF files, or damaged ones: errors that name the file and the fix."""
+"""Invalid and damaged GGUF files: errors that name the file and the fix."""
 
 import random
 import struct
@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
     return TinyGGUF(tmp_path / "model.gguf", "llama", "Q4_K", {"attn_v": "Q6_K"}).write()
 
 
-def test_the_header_is_that_of_the_gguf_package(file: Path) -> None:
+def test_the_header_equals_that_of_the_gguf_package(file: Path) -> None:
     header = read_header(file)
     reader = GGUFReader(file)
     assert [*header.tensors] == [tensor.name for tensor in reader.tensors]
@@ -45,17 +45,17 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "text.gguf"
     for content in (b"", b"GG", b"hello, this is no model"):
         path.write_bytes(content)
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as error:
             read_header(path)
-        assert str(caught.value) == f"{path} is not a GGUF file: give a .gguf file, or a folder"
+        assert str(error.value) == f"{path} is not a GGUF file: give a .gguf file, or a folder"
     result = CliRunner().invoke(app, ["generate", str(path), "hi", "--method", "none"])
     assert result.exit_code == 2 and "is not a GGUF file" in result.output.replace("\n", " ")
 
 
 def header_error(path: Path) -> str:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         read_header(path)
-    return str(caught.value)
+    return str(error.value)
 
 
 def test_an_old_version_and_parts(file: Path) -> None:
@@ -77,7 +77,7 @@ def test_an_old_version_and_parts(file: Path) -> None:
     ("key", "value"),
     [("general.alignment", 0), ("general.alignment", "32"), ("split.count", "3")],
 )
-def test_numbers_that_are_none(tmp_path: Path, key: str, value: int | str) -> None:
+def test_metadata_with_invalid_numbers(tmp_path: Path, key: str, value: int | str) -> None:
     writer = TinyGGUF(tmp_path / "model.gguf")
     writer.entries[key] = value
     assert header_error(writer.write()) == (
@@ -95,16 +95,16 @@ def test_truncated_files(file: Path) -> None:
     assert result.exit_code == 2 and "truncated" in result.output
 
 
-def test_damaged_headers_give_an_error_of_ours_or_none(file: Path) -> None:
-    """Never another exception, endless work or memory for lengths that the file does not have."""
+def test_damaged_headers_raise_only_user_errors(file: Path) -> None:
+    """No other exception is raised, and wrong lengths cost neither endless work nor memory."""
     content = bytearray(file.read_bytes())
     end = min(info.start for info in read_header(file).tensors.values())
-    chance = random.Random(0)
+    rng = random.Random(0)
     refused = 0
     for _ in range(300):
         damaged = bytearray(content)
-        for _ in range(chance.randint(1, 4)):
-            damaged[chance.randrange(4, end)] = chance.randrange(256)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(4, end)] = rng.randrange(256)
         file.write_bytes(damaged)
         try:
             read_header(file)

@@ -1,4 +1,4 @@
-"""GGUF files as targets: the logits are those of transformers' own reader, in every format."""
+"""GGUF files as targets: logits equal those of transformers' GGUF reader, in every format."""
 
 import logging
 import shutil
@@ -48,7 +48,7 @@ def check_logits(target: Target, file: Path, **config_changes: object) -> None:
     model = transformers_model(file, **config_changes)
     expected = model(IDS[None]).logits[0]
     assert torch.allclose(target.forward(IDS).logits, expected, rtol=1e-5, atol=1e-5)
-    assert float(expected.std()) > 0.1  # logits that differ by token
+    assert float(expected.std()) > 0.1  # The logits depend on the token.
 
 
 def matrices(target: Target) -> list[object]:
@@ -70,7 +70,7 @@ def test_logits_equal_transformers(tmp_path: Path, format: str, architecture: st
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 def test_mixed_formats_and_an_output_matrix(tmp_path: Path, architecture: str) -> None:
-    """As Q4_K_M files have them; a gemma2 norm is stored with 1 added."""
+    """Formats are mixed as in Q4_K_M files; gemma2 norms are stored with 1 added."""
     formats = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q8_0", "output": "Q6_K"}
     tied = architecture == "gemma2"
     file = TinyGGUF(tmp_path / "m.gguf", architecture, "Q4_K", formats, tied=tied).write()
@@ -89,7 +89,7 @@ def test_plain_tensors_keep_their_dtype(tmp_path: Path, format: str) -> None:
     assert target.layers[0].mlp.up_proj.weight.dtype == dtypes[format]  # type: ignore[union-attr]
 
 
-def test_other_formats_are_dequantized_and_a_line_says_so(
+def test_other_formats_are_dequantized_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     formats = {"ffn_up": "Q5_K", "ffn_down": "Q3_K"}
@@ -102,7 +102,7 @@ def test_other_formats_are_dequantized_and_a_line_says_so(
     assert "m.gguf: Q5_K, Q3_K tensors are dequantized, to 4 MB" in line
 
 
-def test_without_stored_the_file_is_dequantized_to_the_dtype(tmp_path: Path) -> None:
+def test_files_are_dequantized_to_the_dtype_by_default(tmp_path: Path) -> None:
     file = TinyGGUF(tmp_path / "m.gguf", "qwen2", "Q4_1").write()
     target = load_target(file, torch.bfloat16, "cpu")
     assert target.dtype == torch.bfloat16 and target.stored_format is None and not matrices(target)
@@ -121,7 +121,7 @@ def random_biases(*kinds: tuple[str, int]) -> dict[str, np.ndarray]:
 
 
 def test_biases_of_a_llama_file(tmp_path: Path) -> None:
-    """With those of attention only, the one of the output is zero."""
+    """If only q, k and v have biases, the bias of the attention output is zero."""
     kv = KV_HEADS * HIDDEN // HEADS
     writer = TinyGGUF(tmp_path / "m.gguf")
     writer.extra = random_biases(("attn_q", HIDDEN), ("attn_k", kv), ("attn_v", kv))
@@ -156,7 +156,7 @@ def test_tensors_that_the_model_does_not_have(
 
 
 def test_factors_and_scaling_of_rope(tmp_path: Path) -> None:
-    """Llama 3.1 has factors of its frequencies in the file; transformers does not read them."""
+    """Files of Llama 3.1 have factors of the frequencies, which transformers ignores."""
     plain = stored(TinyGGUF(tmp_path / "plain.gguf").write())
     writer = TinyGGUF(tmp_path / "factors.gguf")
     factors = np.linspace(1, 8, HIDDEN // HEADS // 2, dtype=np.float32)
@@ -171,15 +171,19 @@ def test_factors_and_scaling_of_rope(tmp_path: Path) -> None:
     yarn = TinyGGUF(tmp_path / "yarn.gguf")
     yarn.scaling = ("yarn", 4.0, CONTEXT // 4)
     assert stored(yarn.write()).config.rope_parameters["rope_type"] == "yarn"
-    odd = TinyGGUF(tmp_path / "odd.gguf")
-    odd.scaling = ("spiral", 4.0, CONTEXT)
+    unknown = TinyGGUF(tmp_path / "odd.gguf")
+    unknown.scaling = ("spiral", 4.0, CONTEXT)
     with pytest.raises(UserError, match="scales RoPE as 'spiral'"):
-        stored(odd.write())
+        stored(unknown.write())
 
 
 def test_linear_scaling_of_an_old_file(tmp_path: Path) -> None:
     plain = stored(TinyGGUF(tmp_path / "plain.gguf").write())
-    for key in ("llama.rope.scale_linear", "llama.rope.scaling.factor"):  # without a type
+    # Old files have no scaling type.
+    for key in (
+        "llama.rope.scale_linear",
+        "llama.rope.scaling.factor",
+    ):
         writer = TinyGGUF(tmp_path / "old.gguf")
         writer.entries[key] = 4.0
         frequencies = [
@@ -219,7 +223,7 @@ def test_a_copy_of_the_model_shares_the_blocks(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_from_the_mapped_file(tmp_path: Path) -> None:
-    """Unless they are permuted: those of queries and keys of a llama file."""
+    """Rows of queries and keys of a llama file are permuted, so they are copied."""
     file = TinyGGUF(tmp_path / "m.gguf").write()
     attention = stored(file).layers[0].self_attn
     size = file.stat().st_size
@@ -231,7 +235,7 @@ def test_rows_are_read_from_the_mapped_file(tmp_path: Path) -> None:
     assert sizes["q_proj"] < size and sizes["k_proj"] < size
 
 
-def test_which_weights_run(tmp_path: Path) -> None:
+def test_choice_between_stored_weights_and_safetensors(tmp_path: Path) -> None:
     file = TinyGGUF(tmp_path / "m.gguf").write()
     folder = tmp_path / "target"
     load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
@@ -252,8 +256,8 @@ def test_which_weights_run(tmp_path: Path) -> None:
     shutil.copy(file, folder / "model.gguf")
     assert choice(folder, "auto", "cpu") == (True, torch.float32)
     assert measured == [None, "Q4_1"]
-    foreign = choose_weights(folder, "auto", "cpu", measure=measure)
-    assert foreign[:2] == (False, torch.bfloat16)
+    unverified = choose_weights(folder, "auto", "cpu", measure=measure)
+    assert unverified[:2] == (False, torch.bfloat16)
     assert choice(folder, "bfloat16", "cpu") == (False, torch.bfloat16)
     assert choice(folder, "auto", "cuda") == (False, torch.bfloat16)
     assert choice(folder, "auto", "cpu", False) == (False, torch.bfloat16)
@@ -263,7 +267,7 @@ def test_which_weights_run(tmp_path: Path) -> None:
     assert choice(file, "auto", "cuda") == (False, torch.bfloat16)
 
 
-def test_stored_weights_that_are_slower_do_not_run(tmp_path: Path) -> None:
+def test_slower_stored_weights_are_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "target"
     file = TinyGGUF(tmp_path / "m.gguf").write()
     load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
@@ -275,7 +279,7 @@ def test_stored_weights_that_are_slower_do_not_run(tmp_path: Path) -> None:
     assert chosen.speed is not None and chosen.speed.times == passes
 
 
-def test_a_folder_with_a_gguf_file_can_run_as_stored(tmp_path: Path) -> None:
+def test_a_folder_with_a_gguf_file_can_use_stored_weights(tmp_path: Path) -> None:
     folder = tmp_path / "target"
     file = TinyGGUF(tmp_path / "m.gguf").write()
     load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
@@ -285,7 +289,8 @@ def test_a_folder_with_a_gguf_file_can_run_as_stored(tmp_path: Path) -> None:
 
 
 def test_released_pages_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.target.gguf.modules.MAX_OUTPUTS", 40)  # lm_head in three parts
+    # Split lm_head into three parts.
+    monkeypatch.setattr("peagle.target.gguf.modules.MAX_OUTPUTS", 40)
     file = TinyGGUF(tmp_path / "m.gguf", "qwen2").write()
     target = stored(file)
     before = target.forward(IDS).logits
@@ -318,25 +323,25 @@ def test_only_a_file_from_the_receipt_replaces_the_safetensors(
     folder = tmp_path / "target"
     file = TinyGGUF(tmp_path / "m.gguf").write()
     load_target(file, torch.float32, "cpu").model.save_pretrained(folder)
-    TinyGGUF(folder / "model.gguf", seed=9).write()  # of another model
+    TinyGGUF(folder / "model.gguf", seed=9).write()  # weights of another model
 
     def stored_format() -> str | None:
         return load_models(str(folder), device="cpu").target.stored_format
 
     assert stored_format() is None
-    write_receipt(folder, "hub", "main")  # which says nothing of what the file holds
+    write_receipt(folder, "hub", "main")  # This receipt says nothing about the content of the file.
     assert stored_format() is None
     (folder / RECEIPT).unlink()
     write_receipt(folder, "wheels", "1")
     assert stored_format() == "Q4_1"
     shutil.copy(TinyGGUF(file, format="Q8_0").write(), folder / "model.gguf")
-    assert stored_format() is None  # it was replaced
+    assert stored_format() is None  # The file was replaced.
 
 
 def test_tokenizer_files_beside_the_file_are_not_read(tmp_path: Path) -> None:
     file = TinyGGUF(tmp_path / "m.gguf").write()
-    alone = load_target(file, torch.float32, "cpu").config.vocab_size
+    expected = load_target(file, torch.float32, "cpu").config.vocab_size
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 7}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     shutil.rmtree(cache_home() / "gguf")
-    assert load_target(file, torch.float32, "cpu").config.vocab_size == alone == VOCAB_SIZE
+    assert load_target(file, torch.float32, "cpu").config.vocab_size == expected == VOCAB_SIZE

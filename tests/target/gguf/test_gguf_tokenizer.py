@@ -1,4 +1,4 @@
-"""What a GGUF file says about its vocabulary and transformers does not read."""
+"""Metadata of the vocabulary in GGUF files that transformers does not read."""
 
 import logging
 from pathlib import Path
@@ -34,7 +34,7 @@ def load(file: TinyGGUF) -> Target:
 @pytest.mark.parametrize(
     ("kind", "architecture"), [*((kind, "llama") for kind in SPLITS), ("qwen2", "qwen2")]
 )
-def test_text_is_split_as_the_file_says(
+def test_text_is_split_by_the_rule_of_the_file(
     tmp_path: Path, kind: str, architecture: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = TinyGGUF(tmp_path / "m.gguf", architecture, tokenizer=byte_level_tokenizer())
@@ -53,7 +53,7 @@ def test_other_kinds_of_splitting_are_reported(
 ) -> None:
     file = TinyGGUF(tmp_path / "m.gguf", architecture, tokenizer=byte_level_tokenizer())
     file.entries["tokenizer.ggml.pre"] = kind
-    for _ in range(2):  # also when config and tokenizer are in the cache
+    for _ in range(2):  # A second load, with config and tokenizer in the cache, reports it again.
         caplog.clear()
         with caplog.at_level(logging.WARNING, "peagle"):
             load(file)
@@ -66,7 +66,7 @@ def test_tokens_that_end_a_turn_are_stop_tokens(tmp_path: Path) -> None:
     assert load(file).stop_ids == {1}
     file.entries = {
         "tokenizer.ggml.eot_token_id": 5,
-        "tokenizer.ggml.eom_token_id": VOCAB_SIZE,  # no token
+        "tokenizer.ggml.eom_token_id": VOCAB_SIZE,  # Not a token.
     }
     assert load(file).stop_ids == {1, 5}
     file.entries["tokenizer.ggml.eom_token_id"] = 7
