@@ -1,4 +1,4 @@
-"""Folders that are built once per run of the tests, by the worker that needs them first."""
+"""Folders that are built once per test run, by the first worker that needs them."""
 
 import tempfile
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _root: Path | None = None
 
 
 def share_between_workers(folder: Path) -> None:
-    """Build in `folder`, which all workers of this run have in common."""
+    """Build in `folder`, which all workers of this run share."""
     global _root
     _root = folder
 
@@ -24,7 +24,7 @@ def _own_root() -> Path:
 
 
 def built_once(name: str, build: Callable[[Path], object]) -> Path:
-    """The folder of this name, which `build` has filled."""
+    """Return the folder of this name; `build` fills it once."""
     root = _root or _own_root()
     folder = root / "built" / name
     folder.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The command line, run in process, and a tiny pair on disk for it."""
+"""Runs commands in process, and saves a tiny pair for them."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def run(*args: object, code: int = 0) -> str:
 
 
 def save_tiny_pair(root: Path) -> Path:
-    """Save a target with a word tokenizer and a chat template, two drafters, and a misfit."""
+    """Save a chat target, two drafters, and a drafter that does not fit the target."""
     target = make_target()
     target.model.save_pretrained(root / "target")
     vocab = {f"w{i}": i for i in range(94) if i != MASK} | {"<user>": 94, "<unk>": 95}

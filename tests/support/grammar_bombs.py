@@ -1,4 +1,4 @@
-"""Small grammars that keep llguidance busy for ever, fill the memory or overflow the stack."""
+"""Small grammars for which llguidance does not terminate, or runs out of memory or stack."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def nested_references(levels: int = LEVELS) -> dict[str, Any]:
     return {"$ref": "#/$defs/a0", "$defs": definitions}
 
 
-# No check of single numbers sees these: their product counts.
+# No check of single numbers rejects these, only one of their product.
 PRODUCT = {
     "type": "array",
     "items": {"anyOf": [{"type": "integer", "multipleOf": p} for p in (9941, 9949, 9967, 9973)]},
@@ -26,7 +26,7 @@ RULES = 'start: %json {"type": "integer", "multipleOf": 10000019}'
 OPTIONAL = "a?" * 20_000
 MEMORY = "([a-z]|[0-9])?" * 9000
 
-# Each with a part of the reason for which the probe refuses it.
+# Each grammar with a part of the reason why the probe refuses it.
 PROBE_BOMBS: dict[str, tuple[Grammar, str]] = {
     "rules": (Grammar.ebnf(RULES), "seconds|MB of memory"),
     "references": (Grammar.json(nested_references()), "nested too deeply"),

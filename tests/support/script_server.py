@@ -1,4 +1,4 @@
-"""Scripts, each in a process of its own, without the time that each takes to import modules."""
+"""Runs scripts in separate processes that share the time for imports."""
 
 import json
 import os
@@ -36,7 +36,7 @@ for line in sys.stdin:
 
 
 class ScriptServer:
-    """Runs each script in a fork of one process, which has executed the common beginning."""
+    """Runs each script in a fork of a process that has executed the common first lines."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -75,7 +75,7 @@ def script_server(beginning: str, **environment: str) -> Iterator[ScriptServer]:
 
 @contextmanager
 def compiling_server(beginning: str) -> Iterator[ScriptServer]:
-    """For scripts that compile Triton kernels, without the interpreter and with an empty cache."""
+    """A server for scripts that compile Triton kernels instead of interpreting them."""
     with (
         TemporaryDirectory() as cache,
         script_server(beginning, TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache) as server,

@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a limit that a busy machine does not reach."""
+"""Waiting for a condition, with a time limit that also suits a busy machine."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A tiny pair that chats, jobs, and an OpenAI-compatible server, for the tests of benchmarks."""
+"""A tiny chat pair, jobs, and an OpenAI-compatible server for the tests of benchmarks."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 
 def chatty() -> PreTrainedTokenizerFast:
-    """Token 17 is the word w17; a message begins with <user>."""
+    """A chat tokenizer, in which token 17 is w17, and messages start with <user>."""
     vocab = {f"w{i}": i for i in range(94) if i != MASK} | {"<user>": 94, "<unk>": 95}
     words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -45,7 +45,7 @@ def tiny_pair() -> LoadedPair:
 
 
 def tiny_folder(root: Path) -> Path:
-    """The same on disk: a target, and its drafters beside it."""
+    """Save the tiny pair: a target, and its drafters in separate folders."""
     pair = tiny_pair()
     pair.target.model.save_pretrained(root / "target")
     chatty().save_pretrained(root / "target")
@@ -75,7 +75,7 @@ def write_set(path: Path, count: int, turns: int = 1) -> Path:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers `words` words in chunks of two. `failure` names what goes wrong.
+    """A server that answers with `words` words in chunks of two; `failure`: the kind of failure.
 
     Requests with the numbers in `together` are answered when three of them have arrived.
     """
@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             self.stop_counting()
 
     def stop_counting(self) -> None:
-        """No longer count this request: its client may send the next one at the end of it."""
+        """Stop counting this request, because its client may send the next one at its end."""
         with self.server.lock:
             self.server.concurrent -= self.is_counted
             self.is_counted = False

@@ -1,4 +1,4 @@
-"""Programs for the sandbox, and what they attack."""
+"""Programs for the sandbox, and targets of their attacks."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ ORDINARY_USER = 12_345
 
 
 def program(code: str) -> Submission:
-    """Passes if `code` runs to its end."""
+    """A program that passes if `code` runs to its end."""
     return Submission(
         f"{code}\n\ndef ran():\n    return 'yes'\n",
         "",
@@ -39,12 +39,12 @@ def runs(code: str, sandbox: Sandbox | None = None, seconds: float = 60.0) -> bo
 
 
 def own_sandbox(*barriers: str) -> Sandbox:
-    """That of this package, also where bubblewrap is installed."""
+    """The sandbox of this package, even if bubblewrap is installed."""
     return replace(find_sandbox(), bubblewrap=None, barriers=barriers)
 
 
 def sandboxes() -> dict[str, Sandbox]:
-    """Every way in which programs are run on some machine, of those that this one has."""
+    """All kinds of sandboxes that this machine supports."""
     ways = {
         "own": own_sandbox(*OWN_BARRIERS),
         "own without namespaces": own_sandbox(*WITHOUT_NAMESPACES),
@@ -58,7 +58,7 @@ def sandboxes() -> dict[str, Sandbox]:
 
 @contextmanager
 def outside_folder() -> Iterator[Path]:
-    """A folder that the sandbox's user may write, as far as the file's mode goes."""
+    """A folder outside of the sandbox whose mode allows writing."""
     folder = Path(tempfile.mkdtemp(prefix="peagle-outside-"))
     (folder / "victim.txt").write_text("untouched" * 10)
     try:
@@ -72,7 +72,7 @@ def outside_folder() -> Iterator[Path]:
 
 @contextmanager
 def victim_process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the sandbox's user, which it may signal as far as the kernel's rules go."""
+    """A process of the user of the sandbox, which the kernel would let it signal."""
     nobody = NOBODY_ID if os.geteuid() == 0 else None
     interpreter = find_sandbox().interpreter
     victim = subprocess.Popen(
@@ -105,7 +105,7 @@ def is_alive(victim: "subprocess.Popen[bytes]", seconds: float = 0.3) -> bool:
 
 
 def as_ordinary_user(code: str, path: str) -> "subprocess.CompletedProcess[str]":
-    """Runs `code`, which may import the sandbox, as a user who owns nothing. Needs root."""
+    """Run `code`, which may import the sandbox, as a user without files. Needs root."""
     sandbox = find_sandbox()
     return subprocess.run(
         [sandbox.interpreter, "-S", "-B", "-c", code],

@@ -1,4 +1,4 @@
-"""Right answers to humaneval: a table of what the test expects, or a function for random tests."""
+"""Right answers to HumanEval: a table of expected values, or a function for random tests."""
 
 import ast
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 DATA = Path(os.environ.get("PEAGLE_DATA", Path(__file__).parents[4] / "shared/data/bench"))
 FILE = DATA / "humaneval.jsonl"
-# These tests draw their arguments at random, in loops, or compare with the prompt's helpers.
+# These tests use random arguments, loops, or helper functions of the prompt.
 SOLUTIONS = {
     "HumanEval/32": """
     low, high = -1.0, 1.0
@@ -56,7 +56,7 @@ def right_answer(row: Mapping[str, Any]) -> str:
 
 
 def wrong_answer(row: Mapping[str, Any]) -> str:
-    """Right but for one value, which has the right type where that is possible."""
+    """Wrong in one value, which has the right type if possible."""
     if row["id"] in SOLUTIONS:
         return "    return None\n"
     *rest, (arguments, value) = expected_values(row["test"])
@@ -80,7 +80,7 @@ def table_function(name: str, table: list[tuple[tuple, object]]) -> str:
 
 
 def expected_values(test: str) -> list[tuple[tuple, object]]:
-    """Arguments and result of every call in the test's assertions."""
+    """Arguments and expected result of every call in the assertions of the test."""
     namespace: dict[str, Any] = {}
     exec(test, namespace)
     table: list[tuple[tuple, object]] = []

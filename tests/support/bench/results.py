@@ -1,12 +1,13 @@
-"""Result files of `peagle bench` with made-up but plausible numbers."""
+"""Result files of `peagle bench` with plausible artificial numbers."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-SETS = {"humaneval": 1.06, "mt_bench": 0.93, "gsm8k": 1.0}  # how well drafts are accepted
-RATES = {"p-eagle": 0.77, "eagle3": 0.81}  # of the first position; each next one a little less
-DRAFTING = {"p-eagle": lambda k: 0.16 + 0.012 * k, "eagle3": lambda k: 0.11 * k}  # in target passes
+SETS = {"humaneval": 1.06, "mt_bench": 0.93, "gsm8k": 1.0}  # Factors of the acceptance of drafts.
+RATES = {"p-eagle": 0.77, "eagle3": 0.81}  # Acceptance of the first position; later ones have less.
+# The cost of drafting in target passes.
+DRAFTING = {"p-eagle": lambda k: 0.16 + 0.012 * k, "eagle3": lambda k: 0.11 * k}
 CPU = {
     "cpu": "AMD EPYC 9R14",
     "cores": 16,
@@ -40,7 +41,7 @@ def cell(
     depth = 0 if method == "none" else 7 if k == "auto" else int(k)
     accepted = rates(method, depth, SETS.get(set_, 1.0)) if depth else []
     length = 1 + sum(accepted)
-    free = 220 if gpu else 24  # rows a pass holds before it costs more
+    free = 220 if gpu else 24  # Rows of a pass before its cost rises.
     step = (
         (4.2 if gpu else 31.0)
         * (1 + c * (depth + 1) / free)

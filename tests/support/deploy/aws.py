@@ -1,4 +1,4 @@
-"""A fake AWS (moto), and a pair of two tiny folders to deploy on it."""
+"""A fake AWS (moto), and a tiny target and drafter to deploy on it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +92,7 @@ def scaled_stack(weights: tuple[Artifact, Artifact], k: int = 5, **changes: Any)
 
 
 def existing_names(aws: Clients) -> list[str]:
-    """The names of all resources, without S3."""
+    """The names of all resources except those of S3."""
     sagemaker = aws["sagemaker"]
     names = [entry["ModelName"] for entry in sagemaker.list_models()["Models"]]
     names += [
@@ -118,7 +118,7 @@ def existing_names(aws: Clients) -> list[str]:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, operation: str, name: str = "") -> None:
-    """Make AWS refuse a call if its parameters mention `name`."""
+    """Let AWS refuse calls whose parameters mention `name`."""
     real = Clients.call
 
     def call(self: Clients, call: Call) -> dict[str, Any]:
@@ -131,4 +131,4 @@ def refuse(monkeypatch: pytest.MonkeyPatch, operation: str, name: str = "") -> N
 
 
 def sleep(seconds: float) -> None:
-    """A fake AWS needs no waiting."""
+    """Return at once, because a fake AWS needs no waiting."""

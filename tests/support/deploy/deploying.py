@@ -1,4 +1,4 @@
-"""Rendered files of `peagle deploy`, and what they contain when their own parsers read them."""
+"""Rendered files of `peagle deploy`, and their content according to their parsers."""
 
 import json
 import shlex
@@ -41,7 +41,7 @@ def documents(files: dict[str, str]) -> dict[str, Any]:
 
 
 def vllm_arguments(kind: str, files: dict[str, str]) -> list[str]:
-    """The command line after `vllm serve`, as the platform would start it."""
+    """The arguments of `vllm serve`, as the platform would pass them."""
     parsed = documents(files)
     if kind == "vllm":
         script = files["serve.sh"]

@@ -48,7 +48,7 @@ def broken(message: str) -> bytes:
 
 
 class Runtime(ThreadingHTTPServer):
-    """Answers every request with the same frames, or with the error of a container."""
+    """A runtime that answers every request with the same frames or container error."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []

@@ -1,8 +1,8 @@
 """The C kernels compiled for ARM and run under qemu, in place of the library of this machine.
 
 `ArmLibrary` looks like a `ctypes.CDLL`: a call copies the tensors and structs behind its pointers
-to a file, runs tests/arm/runner.c, and copies them back. So every test of the kernels runs on ARM
-as it is. While an `AddressBook` is active it knows which tensor or struct an address belongs to.
+to a file, runs tests/arm/runner.c, and copies them back. So tests of the kernels run on ARM without
+changes. An active `AddressBook` knows which tensor or struct an address belongs to.
 """
 
 import ctypes
@@ -148,7 +148,7 @@ class CallFile:
 
     def copy_back(self, content: bytes) -> None:
         for start, size in zip(self.index, self.sizes, strict=True):
-            if start not in self.book.structs:  # those have pointers of the other process
+            if start not in self.book.structs:  # Structs have pointers of the other process.
                 ctypes.memmove(start, content, size)
             content = content[size:]
 

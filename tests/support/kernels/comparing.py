@@ -1,4 +1,4 @@
-"""Random inputs for kernels, and the distance that two results may have."""
+"""Random inputs for kernels, and comparisons of results."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Marks for tests that need the C kernels, and the levels that these are tested at."""
+"""Marks for tests that need the C kernels, and the tested levels of the kernels."""
 
 import pytest
 

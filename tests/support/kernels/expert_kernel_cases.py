@@ -40,7 +40,7 @@ def new_counters(experts: int, rows: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def whole(*shape: int, seed: int = 0) -> Tensor:
-    """Small whole numbers: their products are exact in any order, and many are equal."""
+    """Small integers, whose products are exact in any order; many are equal."""
     return (some(*shape, seed=seed) * 1.2).round().clamp(-2, 2)
 
 
@@ -119,7 +119,7 @@ def check_norm_route(
 
 
 def check_route_ties(rows: int, experts: int, top_k: int, device: str, dtype: Any) -> None:
-    """All experts are equal, but for one that is better."""
+    """All experts are equal except one that is better."""
     x = torch.ones(rows, 16, device=device, dtype=dtype)
     weight = torch.full((experts, 16), -0.5, device=device, dtype=dtype)
     weight[experts - 2] = 0.25
@@ -244,14 +244,14 @@ def check_experts(
     favored: float = 0.0,
     tiles: ExpertTiles | None = None,
 ) -> None:
-    """Both products, given the same routing: compared with the references in float32."""
+    """Compare both products with the references in float32, for the same routing."""
     routing = some_routing(rows, experts, top_k, device, dtype, favored)
     if favored:
         assert routing.counts[1] == rows
     x = some(rows, 2 * d).to(device, dtype)[:, d:]  # rows apart
     gate_up = some_matrices(format, (experts, 2 * inner, d), biased, device, dtype)
     down = some_matrices(format, (experts, d, inner), biased, device, dtype)
-    tiles = None if gate_up.is_tiled else tiles  # whose tiles are as they are stored
+    tiles = None if gate_up.is_tiled else tiles  # MXFP4 tiles are used as stored.
     hidden = expert_gemm.expert_gate_up(x, gate_up, activation, routing, tiles)
     expected = expert_gemm.reference_gate_up(x.float(), gate_up, activation, routing)
     near(hidden, expected.to(dtype), 6)

@@ -1,4 +1,4 @@
-"""A GPU that Triton can compile for, and that launches nothing: `set_active()` in a new process."""
+"""A fake GPU that Triton can compile for but not launch on: `set_active()` in a new process."""
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -6,7 +6,7 @@ from triton.backends.compiler import GPUTarget
 
 class FakeGpuDriver:
     def launcher_cls(self, source: object, metadata: object) -> None:
-        """Triton's drivers have a class here, which compiles what launches a kernel."""
+        """Drivers of Triton have a class here, which compiles the launcher of a kernel."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -1,4 +1,4 @@
-"""The server of kernels/compile_processes.py, also on a machine without a GPU."""
+"""The server of kernels/compile_processes.py, for machines without a GPU."""
 
 import os
 import sys

@@ -38,13 +38,13 @@ PLANS = [
 
 
 def plans_on(device: str) -> list[AttentionPlan]:
-    """In the interpreter every second plan: each size of a block, parallel splits and others."""
+    """The tested plans; the interpreter runs every second one, with all block sizes."""
     return PLANS if device == "cuda" else PLANS[::2]
 
 
 @contextmanager
 def chained_products() -> Iterator[None]:
-    """Let the interpreter add the products of a dot 16 at once, and round behind each 16."""
+    """Let the interpreter add products of a dot in groups of 16, and round after each group."""
     builder = interpreter.InterpreterBuilder
     plain = builder.create_dot
 
@@ -107,7 +107,7 @@ def check_split_gemm(
 
 
 def check_vendor_rows(device: str, dtype: torch.dtype) -> None:
-    """Only row counts for which the library gives the same partial sums are left to it."""
+    """The library is used only for row counts with the same partial sums."""
     splits = 2
     dtype = torch.bfloat16 if device == "cuda" else dtype
     x = some(75, 256).to(device, dtype)
@@ -115,7 +115,7 @@ def check_vendor_rows(device: str, dtype: torch.dtype) -> None:
     calls: list[int] = []
 
     def library(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tensor:
-        """Another order of the sum for 32 rows, and no support for 24."""
+        """Sums in another order for 32 rows, and does not support 24."""
         calls.append(len(x))
         if len(x) == 24:
             raise RuntimeError("not supported")
@@ -165,7 +165,7 @@ def check_chains(
     device: str,
     dtype: torch.dtype,
 ) -> None:
-    """A row has the same bits in every block, and in a pass of its own."""
+    """A row has the same bits in every block, and in a separate pass."""
     d, count = 16, 11
     pages = -(-(first + count) // PAGE)
     caches = some(2, pages * PAGE, kv_heads, d).to(device, dtype)
@@ -180,8 +180,8 @@ def check_chains(
         near(results[0], expected, 4)
         assert all(torch.equal(result, results[0]) for result in results)
         for i in (0, 7, count - 1):
-            alone = pass_of(table, first + i, 1)
-            single = attend(query[i : i + 1], caches, alone, params, PLANS[0])
+            row = pass_of(table, first + i, 1)
+            single = attend(query[i : i + 1], caches, row, params, PLANS[0])
             assert torch.equal(single[0], results[0][i])
 
 
@@ -216,8 +216,8 @@ def check_trees(
             moved = caches.clone()
             moved[:, first : first + len(path)] = caches[:, [first + i for i in path]]
             chain = pass_of(table, first, len(path))
-            alone = attend(query[path], moved, chain, params, PLANS[2])
-            assert torch.equal(alone, results[0][path])
+            single = attend(query[path], moved, chain, params, PLANS[2])
+            assert torch.equal(single, results[0][path])
 
 
 def check_tree_lanes(depth: int, device: str, dtype: torch.dtype) -> None:
@@ -270,7 +270,7 @@ def check_worked_example(rows: RowPass, lanes: tree_lanes.TreeLanes) -> None:
 
 
 def check_one_page(first: int, tree: bool, device: str, dtype: torch.dtype) -> None:
-    """A block of keys in one page: it does not matter whether it is looked up once or by key."""
+    """A block of keys in one page gives the same result if it is looked up once or by key."""
     d, count, page_size = 16, 7, 128
     pages = (first + count) // page_size + 1
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).int()[None].to(device)
@@ -295,8 +295,8 @@ def check_one_page(first: int, tree: bool, device: str, dtype: torch.dtype) -> N
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def check_rows_behind_the_pages(device: str, dtype: torch.dtype) -> None:
-    """Rows whose window begins behind the last page see no key, and are written all the same."""
+def check_rows_after_the_pages(device: str, dtype: torch.dtype) -> None:
+    """Rows whose window starts after the last page see no keys, but are written."""
     d, count, first = 16, 11, 511
     table = torch.arange(32, dtype=torch.int32, device=device)[None]
     caches = some(2, 32 * PAGE, 1, d).to(device, dtype)
@@ -320,7 +320,7 @@ def attend(
     if sizes is not None:
         tree_lanes.tree_lanes(rows, sizes)
     # A kernel between both: attention reads lanes before it waits.
-    out = torch.full_like(query, math.nan)  # No row may be left out.
+    out = torch.full_like(query, math.nan)  # Every row must be written.
     return invariant_attention(query, caches[0], caches[1], rows, params, out, plan=plan)
 
 
@@ -338,7 +338,7 @@ CASES: dict[str, Callable[[str, torch.dtype], None]] = {
         check_chains, 1, 1, None, True, 569
     ),
     "exact attention, window, sinks": partial(check_chains, 2, 1, 20, True, 57),
-    "exact attention, rows behind the pages": check_rows_behind_the_pages,
+    "exact attention, rows after the pages": check_rows_after_the_pages,
     "exact trees, lanes": partial(check_tree_lanes, 3),
     "exact trees, lanes of an unknown depth": partial(check_tree_lanes, 0),
     "exact trees": partial(check_trees, 2, 60, None),

@@ -1,4 +1,4 @@
-"""Cases of the engine's kernels, each against its reference and against the rule spelled out.
+"""Cases of the engine's kernels, compared with references and with explicit computations.
 
 Each case is a function of (device, dtype); Triton's interpreter takes float32, CUDA bfloat16 too.
 """
@@ -68,7 +68,7 @@ def check_add_norm(rows: int, d: int, device: str, dtype: torch.dtype) -> None:
         assert normed.data_ptr() == wide.data_ptr()
         near(wide[:, :d], expected[0])
         assert (wide[:, d:] == 7).all()
-        partial_sums = some(3, rows, d).to(device)  # float32, whatever the dtype is
+        partial_sums = some(3, rows, d).to(device)  # float32 for any dtype
         result = add_norm.add_norm(partial_sums, before, weight, 1e-5)
         expected = add_norm.reference(partial_sums, before, weight, 1e-5)
         near(result[0], expected[0], 2)
@@ -81,7 +81,7 @@ def check_swiglu(rows: int, inner: int, device: str, dtype: torch.dtype) -> None
 
 
 def rope_rows(positions: Tensor, kv_slots: Tensor) -> RowPass:
-    """A pass of which rope_store reads positions and slots only."""
+    """A pass with the positions and slots that rope_store reads."""
     nothing = torch.zeros(1, dtype=torch.int32)
     return RowPass(positions, kv_slots, nothing[None], nothing, nothing, nothing, 1, 1)
 
@@ -94,7 +94,7 @@ def check_rope_store(
     width = (heads + 2 * kv_heads) * d
     angles = torch.arange(64)[:, None] * 0.3 ** torch.arange(rot // 2)
     table = torch.cat([angles.cos(), angles.sin()], 1).to(device) * 1.1
-    # position 99 lies behind the table
+    # Position 99 is beyond the table.
     positions = torch.tensor([0, 5, 63, 17, 17, 40, 99], dtype=torch.int32, device=device)
     kv_slots = torch.tensor([3, -1, 31, 0, 9, -1, 12], dtype=torch.int32, device=device)
     q_norm = (some(d, seed=0) + 1).to(device, dtype) if q else None
@@ -138,7 +138,7 @@ def check_attention(
 ) -> None:
     """The rows of request b are its last counts[b] positions before ends[b].
 
-    One row that belongs to no request lies before, between and behind the requests.
+    Rows of no request are before, between and after the requests.
     """
     batch = len(counts)
     pages = -(-max(ends) // page_size)
@@ -148,9 +148,9 @@ def check_attention(
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(3))
     tables = order.view(batch, pages).int()
     caches = some(2, batch * pages * page_size, kv_heads, d)
-    for b, end in enumerate(ends):  # what lies behind the end must not matter
-        behind = torch.arange(end, pages * page_size)
-        slots = tables[b, behind // page_size].long() * page_size + behind % page_size
+    for b, end in enumerate(ends):  # Values after the end must have no effect.
+        after = torch.arange(end, pages * page_size)
+        slots = tables[b, after // page_size].long() * page_size + after % page_size
         caches[:, slots] = float("nan")
     wide_query = some(total, heads + 2, d)[:, 1 : heads + 1].to(device, dtype)
     query = torch.zeros(total, heads + 2, d, device=device, dtype=dtype)[:, 1 : heads + 1]
@@ -188,7 +188,7 @@ def check_attention(
 
 
 def slot_state(count: int, device: str) -> SlotState:
-    """Slots whose numbers tell them apart."""
+    """Slots with distinct values."""
     numbers = torch.arange(count, device=device)
     tables = torch.zeros(count, 1, dtype=torch.int32, device=device)
     return SlotState(tables, numbers.int(), numbers.int(), numbers.int(), numbers.clone())
@@ -200,7 +200,7 @@ def check_accept(batch: int, k: int, device: str, dtype: torch.dtype) -> None:
     drafts = torch.randint(0, 2, (batch, k), generator=generator).to(device)
     first = torch.randint(0, 90, (batch,), generator=generator).int().to(device)
     room = torch.randint(-1, k + 2, (batch,), generator=generator).int().to(device)
-    drafts[: batch // 2] = tokens[: batch // 2, :k]  # some are accepted to the end
+    drafts[: batch // 2] = tokens[: batch // 2, :k]  # In some, all drafts are accepted.
     index = torch.randperm(batch + 3, generator=generator)[:batch].to(device)
     top_logits = some(batch, k + 1).to(device)
     broken = torch.arange(batch, device=device) % 3 == 1
@@ -215,7 +215,9 @@ def check_accept(batch: int, k: int, device: str, dtype: torch.dtype) -> None:
     assert torch.equal(packed, torch.cat([tokens, accepted[:, None], broken[:, None]], 1))
     assert torch.equal(state.lengths[index], first + accepted + (room >= 0))
     assert torch.equal(state.newest[index], newest)
-    for b, limit in enumerate(room.clamp(min=0).tolist()):  # the rule, spelled out
+    for b, limit in enumerate(
+        room.clamp(min=0).tolist()
+    ):  # The expected values, computed step by step.
         count = 0
         while count < min(k, limit) and drafts[b, count] == tokens[b, count]:
             count += 1
@@ -299,8 +301,8 @@ def check_skinny_gemm(
         near(skinny_gemm.gated_skinny_gemm(x, weight), expected, 8)
     if rows <= 16:
         for i in {0, rows // 2, rows - 1}:
-            alone = skinny_gemm.skinny_gemm(x[i : i + 1], weight, extra)
-            assert torch.equal(alone, result[..., i : i + 1, :]), "a row depends on its neighbors"
+            single = skinny_gemm.skinny_gemm(x[i : i + 1], weight, extra)
+            assert torch.equal(single, result[..., i : i + 1, :]), "a row depends on other rows"
 
 
 def check_skinny_gemm_8bit(
@@ -318,19 +320,19 @@ def check_skinny_gemm_8bit(
     near(result, expected, 4 if splits == 1 else 10)
     plain = skinny_gemm.reference(x, weight, scales=scales)
     near(skinny_gemm.gated_skinny_gemm(x, weight, scales), swiglu.reference(plain), 8)
-    alone = skinny_gemm.skinny_gemm(x[2:3], weight, bias, scales)
-    assert torch.equal(alone, result[..., 2:3, :])
+    single = skinny_gemm.skinny_gemm(x[2:3], weight, bias, scales)
+    assert torch.equal(single, result[..., 2:3, :])
 
 
 def check_weight_codes(
     n: int, columns: int, weight_dtype: torch.dtype, device: str, dtype: torch.dtype
 ) -> None:
-    """A quantized weight is read by its codes, with scales that no other rounding would find."""
+    """The codes of a quantized weight are read; its scales rule out another rounding."""
     dtype = torch.bfloat16 if device == "cuda" else dtype
     codes = QuantizedWeight(
         (40 * some(n, columns, seed=1)).to(weight_dtype), some(n, 1, seed=3).abs() / 40 + 0.01
     ).to(torch.device(device))
-    # Not exact in bf16, so that no packed matrix of a CPU takes the place of the interpreter.
+    # Not exact in bf16, so that a CPU uses the interpreter and no packed matrix.
     unused = torch.full((n, columns), 0.1, dtype=dtype, device=device)
     weight = Weight(unused, None, codes)
     assert weight.use_codes(min_gpu_weights=0)
@@ -357,7 +359,7 @@ def check_draw_tokens(rows: int, size: int, device: str, dtype: torch.dtype) -> 
 
 
 def check_top_p(rows: int, size: int, device: str, dtype: torch.dtype) -> None:
-    """Random rows, few different logits, rows with -inf, zeros of both signs, an only token."""
+    """Random rows, few different logits, rows with -inf, zeros of both signs, a single token."""
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(rows, size, generator=generator)
     logits[1] = torch.randint(0, 3, (size,), generator=generator).float()

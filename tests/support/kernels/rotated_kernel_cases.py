@@ -1,8 +1,7 @@
 """Cases of attention that rotates its rows, for tests/support/kernels/kernel_cases.py.
 
-Keys and values of new rows are NaN in the caches before they are stored: a program that reads one
-which it has not stored itself is noticed. In the interpreter, programs run one after another, so
-cases run in both orders.
+New rows of the caches are NaN before they are stored, which detects programs that read rows stored
+by other programs. The interpreter runs programs one after another, so cases run in both orders.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,9 +29,9 @@ from tests.support.kernels.comparing import near, some
 from tests.support.kernels.invariant_kernel_cases import chained_products
 
 PAGE = 16
-MAX_POSITIONS = 100  # of the table of cosines and sines: some positions lie behind it
+MAX_POSITIONS = 100  # Size of the RoPE table; some positions are beyond it.
 RAGGED = ([61, 0, 64, 5], [5, 8, 1, 0])  # first positions and row counts
-# The parent of each node; nodes of one subtree do not lie beside each other.
+# The parent of each node; nodes of a subtree are not adjacent.
 PARENTS = [-1, 0, 0, 1, 3, 2, 4, 6, 1, *(node // 2 for node in range(9, 33))]
 EXACT_PLANS = [
     AttentionPlan(2, 16, True, 4),
@@ -95,7 +94,7 @@ class Layer:
         )
 
     def run(self, attend: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-        """The result, in which rows of no request are 7, and the caches behind it."""
+        """The result, in which rows of no request are 7, and the caches."""
         caches = self.caches.clone()
         shape = (self.qkv.shape[-2], self.heads.num_heads, caches.shape[-1])
         out = torch.full(shape, 7.0, dtype=caches.dtype, device=caches.device)
@@ -106,7 +105,7 @@ class Layer:
         return result, caches
 
     def part(self, start: int, count: int) -> "Layer":
-        """Some rows of the first request in a pass of their own."""
+        """A separate pass with some rows of the first request."""
         rows = self.rows
         taken = slice(start, start + count)
         return replace(
@@ -127,7 +126,7 @@ class Layer:
 
 
 def new_pass(firsts: list[int], counts: list[int], device: str) -> RowPass:
-    """A row that belongs to no request lies in front of each request.
+    """A row of no request is before each request.
 
     The last row of the first request is not stored; what the cache has there is read.
     """
@@ -182,7 +181,7 @@ def separate(
     params: AttentionParams,
     out: Tensor,
 ) -> Tensor:
-    """The same with a launch of rope_store and one of attention."""
+    """The same computation with separate launches of rope_store and attention."""
     query = rope_store.rope_store(qkv, rows, table, keys, values, heads)
     attend: Any = paged_attention.paged_attention
     if params.batch_invariant:
@@ -239,7 +238,7 @@ def check_half_precision(device: str, dtype: torch.dtype) -> None:
 
 
 def check_spread_positions(device: str, dtype: torch.dtype) -> None:
-    """The angles of a row are those of `positions`, whatever the place of its key is."""
+    """The angles of a row depend on `positions`, not on the position of its key."""
     layer = Layer.create(Shape(2, 1, 16, 16), [30], [6], device, dtype)
     layer.rows.positions.copy_(layer.rows.positions * 7 % 97)
     result = layer.run(rotated_attention.rotated_attention)
@@ -249,7 +248,7 @@ def check_spread_positions(device: str, dtype: torch.dtype) -> None:
 def check_exact(
     shape: Shape, firsts: list[int], counts: list[int], device: str, dtype: torch.dtype
 ) -> None:
-    """The bits of separate kernels, for all plans."""
+    """All plans give the bits of separate kernels."""
     check_exact_layer(Layer.create(shape, firsts, counts, device, exact_dtype(device, dtype)))
 
 
@@ -302,7 +301,7 @@ def check_exact_passes(first: int, device: str, dtype: torch.dtype) -> None:
 
 
 def check_support(device: str, dtype: torch.dtype) -> None:
-    """Chains of few rows that read no keys of each other's requests."""
+    """Passes that `supports_rotated_attention` accepts and refuses."""
     layer = Layer.create(Shape(4, 2, 16, 16), [61], [5], device, dtype)
     norm = torch.ones(16, device=device, dtype=dtype)
 

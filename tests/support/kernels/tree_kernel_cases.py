@@ -64,7 +64,7 @@ def check_build_tree(
         written = a.cpu()[:, : b.shape[1]]
         assert written.dtype == b.dtype and torch.equal(written[index], b), name
         assert not written[[0, -1]].any(), f"{name}: another slot"
-        assert not a[:, b.shape[1] :].any(), f"{name}: behind the tree"
+        assert not a[:, b.shape[1] :].any(), f"{name}: after the tree"
 
 
 def check_accept_tree(batch: int, k: int, nodes: int, device: str, dtype: torch.dtype) -> None:
@@ -102,7 +102,7 @@ def check_accept_tree(batch: int, k: int, nodes: int, device: str, dtype: torch.
     assert torch.equal(tokens.flatten()[flat_rows].view(path_rows.shape), path_tokens)
     assert torch.equal(packed_accepted, accepted.long())
     assert torch.equal(packed_broken, broken.long())
-    for b in range(batch):  # the rule, spelled out
+    for b in range(batch):  # The expected values, computed step by step.
         row = 0
         depth = 0
         while depth < ends[b] - 1 - first[b]:
@@ -179,7 +179,7 @@ def check_candidate_pairs(batch: int, k: int, rank: int, device: str, dtype: tor
     expected = candidate_pairs.reference(top, factor, terms, k)
     near(result, expected, 40)
     logp = (logits * factor[:, None]).log_softmax(-1).gather(1, top.ids)
-    # the first row of a block is not corrected
+    # The first row of a block is not corrected.
     near(expected[::k], logp[::k, None].expand(-1, 16, -1), 8)
     assert (expected[1] - expected[1, 0]).abs().max() > 0.05
     assert (expected.exp().sum(-1) < 1.0001).all()
@@ -246,7 +246,7 @@ def check_tree_attention(
     for splits in (None, 1, 3) if device == "cuda" else (1, 3):
         result = paged_attention.paged_attention(query, keys, values, rows, params, splits=splits)
         near(result, expected, 4)
-    b, row = 1, nodes  # the last node, as a chain of its own
+    b, row = 1, nodes  # The last node as a separate chain.
     path = [i for i in range(width) if tree.masks[b, row] >> i & 1]
     chain_keys, chain_values = (
         torch.cat([x[: first[b]], x[first[b] + torch.tensor(path)]])
@@ -257,10 +257,10 @@ def check_tree_attention(
     chain = RowPass(
         last, last, torch.arange(4, device=device)[None], zero, zero + 1, last, 1, page_size
     )
-    alone = paged_attention.reference(
+    single = paged_attention.reference(
         query[b * width + row][None], chain_keys, chain_values, chain, params
     )
-    near(expected[b * width + row][None], alone, 4)
+    near(expected[b * width + row][None], single, 4)
 
 
 def check_bidirectional_attention(bidirectional_rows: int, device: str, dtype: torch.dtype) -> None:

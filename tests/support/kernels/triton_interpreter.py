@@ -1,4 +1,4 @@
-"""Running Triton kernels in Triton's interpreter, in a process of its own."""
+"""Runs Triton kernels in Triton's interpreter, in a separate process."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Triton reads the variable when it is imported: the interpreter needs a process of its own.
+# Triton reads the variable when it is imported, so the interpreter needs a separate process.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
@@ -45,7 +45,7 @@ def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _skip_overflow_checks(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
-    """Compute no condition of an overflow, whose assertion Triton omits without its debug mode."""
+    """Skip overflow conditions, whose assertions Triton omits without debug mode."""
     builder = interpreter.interpreter_builder
     options = dataclasses.replace(builder.options, sanitize_overflow=False)
     monkeypatch.setattr(builder, "options", options)
@@ -108,7 +108,7 @@ def _patch_once_per_launch(monkeypatch: pytest.MonkeyPatch, interpreter: Any) ->
     def patch_new_modules(fn: Callable[..., Any]) -> Any:
         names = language_names(fn)
         if names in patched:
-            return None  # the scope of the launch restores what it patched
+            return None  # The scope of the launch restores the modules.
         patched.add(names)
         return patch_language(fn)
 
