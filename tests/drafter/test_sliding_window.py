@@ -24,7 +24,7 @@ from peagle.train.data.pack import BatchLayout, build_batch, pack_sequences
 from peagle.train.objective.gradients import run_level
 from peagle.train.objective.passes import DrafterPasses
 from tests.support.engine.decoding import GREEDY, plain, tokens_of
-from tests.support.engine.engines import alone, engine_of, pair_of, serve
+from tests.support.engine.engines import engine_of, pair_of, reference_steps, serve
 from tests.support.models.tiny_models import AUX, make_drafter
 
 METHODS: list[Method] = ["p-eagle", "eagle3"]
@@ -131,7 +131,7 @@ def test_steps_of_the_engine_equal_the_plain_loop(target: Target, method: Method
     requests = [(prompt(n), {"max_tokens": 40, "ignore_eos": True}) for n in (5, 60, 90, 130)]
     engine = engine_of(pair, method, K, kv_tokens=900)
     for steps, (ids, settings) in zip(serve(engine, requests), requests, strict=True):
-        assert steps == alone(pair, method, ids, K, **settings)
+        assert steps == reference_steps(pair, method, ids, K, **settings)
         assert tokens_of(steps) == plain(target, ids, 40)
 
 

@@ -1,4 +1,4 @@
-"""The pieces of an answer join to its text, however its tokens arrive; stop strings are found."""
+"""The detokenizer: pieces join to the text for any steps, and stop strings end answers."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ TEXT = (
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Bytes, and a few merges: most characters beyond ASCII are several tokens."""
+    """A byte-level tokenizer with few merges: most non-ASCII characters have several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,8 +29,8 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-def spaced() -> PreTrainedTokenizerFast:
-    """Like SentencePiece: a first token loses its space, and unknown characters become bytes."""
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Like SentencePiece: the first token loses its space, and unknown characters are bytes."""
     words = ["<unk>", "<eos>", "▁", "▁a", "▁bc", "d", "▁END"] + [
         f"<0x{byte:02X}>" for byte in range(256)
     ]
@@ -47,7 +47,7 @@ def spaced() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-BYTES, SPACED = byte_level(), spaced()
+BYTES, SPACED = byte_level(), sentencepiece_like()
 EOS = BYTES.eos_token_id
 
 
@@ -91,10 +91,10 @@ def test_the_pieces_join_to_the_text(text: str, sizes: list[int]) -> None:
 
 @settings(max_examples=150)
 @given(st.lists(st.integers(0, len(BYTES) - 1), max_size=60), sizes)
-def test_any_bytes_join_to_what_the_tokenizer_says(tokens: list[int], sizes: list[int]) -> None:
-    whole = BYTES.decode(tokens, skip_special_tokens=True)
+def test_any_bytes_equal_the_text_of_the_tokenizer(tokens: list[int], sizes: list[int]) -> None:
+    expected = BYTES.decode(tokens, skip_special_tokens=True)
     assert stream(Detokenizer(token_decoder(BYTES)), blocks(tokens, sizes)) == (
-        whole,
+        expected,
         len(tokens),
         False,
     )
@@ -110,9 +110,9 @@ def test_spaces_of_first_tokens_are_kept(words: list[str], sizes: list[int]) -> 
     )
 
 
-def test_half_characters_wait() -> None:
+def test_incomplete_characters_wait() -> None:
     words, tokens = Detokenizer(token_decoder(BYTES)), ids("é🙂")
-    assert len(tokens) > 2, "the test wants characters of several tokens"
+    assert len(tokens) > 2, "the test needs characters of several tokens"
     shown = [words.push([token]).text for token in tokens]
     assert "".join(shown) == "é🙂" and all(piece in ("", "é", "🙂") for piece in shown)
     cut = Detokenizer(token_decoder(BYTES))
@@ -126,9 +126,7 @@ def test_half_characters_wait() -> None:
         [["END"], ["café, 你"], ["ENDE", "END of it"], ["🙂"], [" mehr. E", "h"], ["nope"]]
     ),
 )
-def test_a_stop_string_ends_the_answer_wherever_the_steps_end(
-    sizes: list[int], stop: list[str]
-) -> None:
+def test_a_stop_string_ends_the_answer_for_any_steps(sizes: list[int], stop: list[str]) -> None:
     tokens = ids(TEXT)
     end, start = (
         min((TEXT.find(s) + len(s), TEXT.find(s)) for s in stop)
@@ -149,7 +147,7 @@ def test_a_stop_string_ends_the_answer_wherever_the_steps_end(
     assert used == next(needed)
 
 
-def test_the_beginning_of_a_stop_string_is_held_back() -> None:
+def test_a_partial_stop_string_is_not_shown() -> None:
     words = Detokenizer(token_decoder(BYTES), ["STOP"])
     assert words.push(ids("see ST")).text == "see "
     assert words.push(ids("S")).text == "ST"
@@ -172,7 +170,7 @@ def test_the_first_tokens_cannot_end_the_answer(size: int) -> None:
 
 
 def test_only_a_window_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of a step does not grow with the answer, even if steps end in half characters."""
+    """The cost of a step does not grow with the answer, even if steps end within characters."""
     seen = []
     decode = Detokenizer._decode
     monkeypatch.setattr(
@@ -188,9 +186,9 @@ def test_only_a_window_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
             0
         ] == BYTES.decode(tokens[1:])
         assert max(seen) <= 2 * MAX_WAITING_TOKENS + 8
-    lost = Detokenizer(token_decoder(BYTES))
+    invalid = Detokenizer(token_decoder(BYTES))
     for _ in range(1000):
-        lost.push(raw[1:2])  # a byte that begins nothing
+        invalid.push(raw[1:2])  # a byte that starts no character
     assert max(seen) <= 2 * MAX_WAITING_TOKENS + 8
 
 
@@ -218,7 +216,7 @@ GGUF = decoders.ByteFallback(), decoders.Fuse(), REPLACE, BYTE
 
 
 @pytest.mark.parametrize("added", ["", "<call>"])
-def test_a_tokenizer_out_of_a_gguf_file(added: str) -> None:
+def test_a_tokenizer_of_a_gguf_file(added: str) -> None:
     tokenizer = with_decoder(*GGUF, added=added)
     decoder, tokens = token_decoder(tokenizer), tokenizer(TEXT + added)["input_ids"]
     assert decoder.context_free and stream(Detokenizer(decoder), blocks(tokens, [3, 1]))[
@@ -236,7 +234,7 @@ def test_a_tokenizer_out_of_a_gguf_file(added: str) -> None:
         with_decoder(*GGUF, added="<a call>"),
     ],
 )
-def test_where_tokens_are_more_than_bytes_their_context_is_kept(
+def test_other_decoders_keep_the_context_of_tokens(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     decoder = token_decoder(tokenizer)
@@ -245,12 +243,12 @@ def test_where_tokens_are_more_than_bytes_their_context_is_kept(
     assert decoder.decode(tokens) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_a_decoder_that_is_a_program() -> None:
-    class Loud:
+def test_a_custom_decoder() -> None:
+    class UpperCase:
         def decode_chain(self, tokens: list[str]) -> list[str]:
             return [token.upper() for token in tokens]
 
     tokenizer = byte_level()
-    tokenizer.backend_tokenizer.decoder = decoders.Decoder.custom(Loud())
+    tokenizer.backend_tokenizer.decoder = decoders.Decoder.custom(UpperCase())
     decoder = token_decoder(tokenizer)
     assert not decoder.context_free and decoder.decode(ids("abc")) == "ABC"

@@ -1,14 +1,14 @@
-"""How an answer ends: stop ids and strings, the target's end token, limits, the context."""
+"""How answers end: stop ids, stop strings, the end token, min_tokens, max_tokens, and context."""
 
 import pytest
 
 from peagle.core import METHODS, Method
 from tests.support.engine.decoding import tokens_of
 from tests.support.engine.engines import (
-    alone,
     ask,
     engine_of,
     pair_of,
+    reference_steps,
     serve,
     small,
     small_with_words,
@@ -19,7 +19,7 @@ from tests.support.models.tiny_models import LEARNED_POSITIONS, make_drafter, ma
 @pytest.mark.parametrize("method", METHODS)
 def test_stop_ids(method: Method, prompt) -> None:
     ids = prompt(13)
-    answer = tokens_of(alone(small(), "none", ids, max_tokens=24, ignore_eos=True))
+    answer = tokens_of(reference_steps(small(), "none", ids, max_tokens=24, ignore_eos=True))
     stop = next(token for i, token in enumerate(answer) if i > 3 and token not in answer[:i])
     end = answer.index(stop) + 1
     engine = engine_of(small(), method)
@@ -36,7 +36,7 @@ def test_stop_ids(method: Method, prompt) -> None:
 
 
 def test_the_end_token_of_the_target(prompt) -> None:
-    """Token 1, pushed by a bias: it ends an answer, unless it is told not to, or not yet."""
+    """Token 1, made likely by a bias, ends an answer unless ignore_eos or min_tokens is set."""
     engine = engine_of(small(), "p-eagle")
     options = {"max_tokens": 12, "temperature": 1.5, "seed": 4, "logit_bias": {1: 9.0}}
     free, pieces = ask(engine, prompt(6), ignore_eos=True, **options)
@@ -50,13 +50,13 @@ def test_the_end_token_of_the_target(prompt) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_stop_strings(method: Method, prompt) -> None:
     pair, ids = small_with_words(), prompt(13)
-    answer = tokens_of(alone(pair, "none", ids, max_tokens=24))
+    answer = tokens_of(reference_steps(pair, "none", ids, max_tokens=24))
     text = " ".join(f"w{token}" for token in answer)
     engine = engine_of(pair, method)
     tokens, pieces = ask(engine, ids, max_tokens=24)
     assert tokens == answer and "".join(piece.text for piece in pieces) == text
     for i in range(1, 12):
-        stop = f"w{answer[i]} w{answer[i + 1]}"  # begins in one token, ends in another
+        stop = f"w{answer[i]} w{answer[i + 1]}"  # It spans two tokens.
         start = text.index(stop)
         end = len(text[: start + len(stop)].split())
         tokens, pieces = ask(engine, ids, max_tokens=24, stop=("nowhere", stop))
@@ -67,17 +67,19 @@ def test_stop_strings(method: Method, prompt) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_text_of_a_stop_token_is_no_part_of_the_answer(method: Method, prompt) -> None:
-    """Its token is, as in vLLM; `include_stop` shows its text."""
+def test_the_text_of_a_stop_token_is_left_out(method: Method, prompt) -> None:
+    """Its id is part of the answer, as in vLLM; `include_stop` adds its text."""
     pair, ids = small_with_words(), prompt(13)
-    answer = tokens_of(alone(pair, "none", ids, max_tokens=24, ignore_eos=True))
+    answer = tokens_of(reference_steps(pair, "none", ids, max_tokens=24, ignore_eos=True))
     engine = engine_of(pair, method)
-    # No word of two digits is the beginning of another one.
-    firsts = [i for i, token in enumerate(answer) if i and token > 9 and token not in answer[:i]]
-    assert len(firsts) > 3
-    for i in firsts:
+    # No word with two digits is a prefix of another one.
+    unique_indices = [
+        i for i, token in enumerate(answer) if i and token > 9 and token not in answer[:i]
+    ]
+    assert len(unique_indices) > 3
+    for i in unique_indices:
         options = {"max_tokens": 24, "ignore_eos": True, "stop_ids": frozenset({answer[i]})}
-        # A stop string that only the stop token would complete changes nothing.
+        # A stop string that only the stop token would complete has no effect.
         for stop in ((), (f"w{answer[i]}",), (f"w{answer[i - 1]} w{answer[i]}",)):
             for include, end in ((False, i), (True, i + 1)):
                 tokens, pieces = ask(engine, ids, stop=stop, include_stop=include, **options)
@@ -86,8 +88,8 @@ def test_the_text_of_a_stop_token_is_no_part_of_the_answer(method: Method, promp
                 assert "".join(piece.text for piece in pieces).strip() == text
 
 
-def test_the_text_of_the_end_token_is_no_part_of_the_answer(prompt) -> None:
-    pair = small_with_words()  # whose token 1 is the word w1, and not special
+def test_the_text_of_the_end_token_is_left_out(prompt) -> None:
+    pair = small_with_words()  # Token 1 is the word w1, and not special.
     options = {"max_tokens": 12, "temperature": 1.5, "seed": 4, "logit_bias": {1: 9.0}}
     tokens, pieces = ask(engine_of(pair, "p-eagle"), prompt(6), **options)
     assert tokens[-1] == 1 and pieces[-1].reason == "stop"
@@ -99,7 +101,7 @@ def test_the_text_of_the_end_token_is_no_part_of_the_answer(prompt) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_no_stop_string_before_min_tokens(method: Method, prompt) -> None:
     pair, ids = small_with_words(), prompt(13)
-    answer = tokens_of(alone(pair, "none", ids, max_tokens=12))
+    answer = tokens_of(reference_steps(pair, "none", ids, max_tokens=12))
     tokens, pieces = ask(
         engine_of(pair, method), ids, max_tokens=12, min_tokens=6, stop=(f"w{answer[2]}", "w")
     )
@@ -108,11 +110,13 @@ def test_no_stop_string_before_min_tokens(method: Method, prompt) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("length", [1, 244, 250, 253, 254, 255])
-def test_up_to_the_very_end_of_the_context(method: Method, length: int, prompt) -> None:
+def test_answers_fill_the_context(method: Method, length: int, prompt) -> None:
     limit = 300 if length > 1 else 9
-    asked = [(prompt(length), {"max_tokens": limit}), (prompt(5), {"max_tokens": 6})]
-    answers = serve(engine_of(small(), method, kv_tokens=600, max_batch=2), asked)
-    assert answers == [alone(small(), method, ids, **settings) for ids, settings in asked]
+    requests = [(prompt(length), {"max_tokens": limit}), (prompt(5), {"max_tokens": 6})]
+    answers = serve(engine_of(small(), method, kv_tokens=600, max_batch=2), requests)
+    assert answers == [
+        reference_steps(small(), method, ids, **settings) for ids, settings in requests
+    ]
     assert len(tokens_of(answers[0])) == min(limit, 256 - length)
 
 
@@ -123,13 +127,13 @@ def test_drafts_beyond_a_table_of_learned_positions(name: str, method: Method, p
     target = make_target(name)
     pair = pair_of(target, {method: make_drafter(target, method, 1)})
     settings = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 3}
-    asked = [(prompt(length), settings) for length in (55, 60, 62, 63)]
-    asked.append((prompt(5), {**settings, "max_tokens": 20}))
+    requests = [(prompt(length), settings) for length in (55, 60, 62, 63)]
+    requests.append((prompt(5), {**settings, "max_tokens": 20}))
     shapes = [{"k": 1}, {"k": 7}, {"k": 5, "tree": 12, "exact": False}]
     for shape in shapes[: 3 if method == "p-eagle" else 2]:
-        answers = serve(engine_of(pair, method, **shape, kv_tokens=600), asked)
-        for steps, (ids, own_settings) in zip(answers, asked, strict=True):
-            assert tokens_of(steps) == tokens_of(alone(pair, "none", ids, **own_settings))
+        answers = serve(engine_of(pair, method, **shape, kv_tokens=600), requests)
+        for steps, (ids, own_settings) in zip(answers, requests, strict=True):
+            assert tokens_of(steps) == tokens_of(reference_steps(pair, "none", ids, **own_settings))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -137,11 +141,13 @@ def test_drafts_beyond_a_table_of_learned_positions(name: str, method: Method, p
     "options", [{"context": 40}, {"kv_tokens": 40}, {"context": 38, "page_size": 5}]
 )
 def test_a_smaller_context(method: Method, options: dict[str, int], prompt) -> None:
-    """As asked for, or what the pages hold."""
+    """The context is limited by `context` or by the number of pages."""
     engine, ids = engine_of(small(), method, **options), prompt(11)
     room = options.get("context", 40) - 11
     sampled = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
-    for count in (60, 10**12):  # nothing is prepared for tokens that cannot come
+    for count in (60, 10**12):  # Memory does not depend on the limit.
         tokens, pieces = ask(engine, ids, max_tokens=count, **sampled)
-        assert tokens == tokens_of(alone(small(), "none", ids, max_tokens=room, **sampled))
+        assert tokens == tokens_of(
+            reference_steps(small(), "none", ids, max_tokens=room, **sampled)
+        )
         assert pieces[-1].reason == "length" and len(tokens) == room

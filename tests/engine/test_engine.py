@@ -1,4 +1,4 @@
-"""The engine is lossless: each of many requests gets the steps that it would get alone."""
+"""The engine is lossless: concurrent requests have the steps of single requests."""
 
 import random
 from functools import cache
@@ -17,17 +17,17 @@ from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.support.engine.decoding import PATTERNS, tokens_of, transformers_generate
 from tests.support.engine.engines import (
-    ASKED,
     COUNT,
     MIXED,
-    Asked,
+    REQUESTS,
+    EngineRequest,
     K,
-    alone,
     ask,
     engine_of,
     one_by_one,
     pair_of,
     plant_drafts,
+    reference_steps,
     serve,
     small,
     some_requests,
@@ -50,7 +50,7 @@ def pair_with_drafters(target: Target) -> LoadedPair:
 
 @cache
 def generated_by(target: Target) -> list[list[int]]:
-    return [transformers_generate(target, ids, COUNT) for ids, _ in ASKED]
+    return [transformers_generate(target, ids, COUNT) for ids, _ in REQUESTS]
 
 
 @pytest.fixture
@@ -72,20 +72,22 @@ def test_equals_transformers_and_the_plain_loop(
     any_pair: LoadedPair, generated, method: Method
 ) -> None:
     engine = engine_of(any_pair, method)
-    answers = serve(engine, ASKED)
+    answers = serve(engine, REQUESTS)
     assert [tokens_of(steps) for steps in answers] == generated
     assert (
         engine.loop.scheduler.preemptions
         and engine.loop.scheduler.allocator.hit_tokens
-        and engine.metrics.prefill_passes >= len(ASKED)
+        and engine.metrics.prefill_passes >= len(REQUESTS)
     )
     if method != "none":
-        assert answers == [alone(any_pair, method, ids, **settings) for ids, settings in ASKED]
+        assert answers == [
+            reference_steps(any_pair, method, ids, **settings) for ids, settings in REQUESTS
+        ]
 
 
-def test_whatever_is_accepted(any_pair: LoadedPair, generated) -> None:
+def test_accepted_drafts_do_not_change_answers(any_pair: LoadedPair, generated) -> None:
     engine, turns = engine_of(any_pair, "p-eagle"), cycle(PATTERNS.values())
-    streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
+    streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(REQUESTS)]
     while engine.step():
         plant_drafts(engine, {str(i): answer for i, answer in enumerate(generated)}, next(turns))
     answers = [steps_of(stream) for stream in streams]
@@ -97,25 +99,31 @@ def test_whatever_is_accepted(any_pair: LoadedPair, generated) -> None:
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-def test_sixty_four_at_once(method: Method) -> None:
-    asked = some_requests(64, seed=1)
-    asked = [
+def test_sixty_four_concurrent_requests(method: Method) -> None:
+    requests = some_requests(64, seed=1)
+    requests = [
         (ids, {"max_tokens": 20 + 3 * i % 23, "ignore_eos": True})
-        for i, (ids, _) in enumerate(asked)
+        for i, (ids, _) in enumerate(requests)
     ]
     engine = engine_of(small(), method, max_batch=64, kv_tokens=1600, prefill_chunk=256)
-    answers = serve(engine, asked, pauses=(0,) * 9 + (1,))
-    assert answers == [alone(small(), method, ids, **settings) for ids, settings in asked]
+    answers = serve(engine, requests, pauses=(0,) * 9 + (1,))
+    assert answers == [
+        reference_steps(small(), method, ids, **settings) for ids, settings in requests
+    ]
     assert engine.metrics.acceptance_length > 1.5
-    assert engine.metrics.drafts > 15 * engine.metrics.steps, "of a pass, in the mean"
+    assert engine.metrics.drafts > 15 * engine.metrics.steps, (
+        "passes must have 15 requests on average"
+    )
     assert engine.loop.scheduler.preemptions and engine.loop.scheduler.allocator.hit_tokens
 
 
 @cache
-def eight_requests() -> tuple[list[Asked], list[list[int]]]:
+def eight_requests() -> tuple[list[EngineRequest], list[list[int]]]:
     """Requests and their answers without drafts."""
-    asked = some_requests(8, seed=5, max_tokens=14)
-    return asked, [tokens_of(alone(small(), "none", ids, **settings)) for ids, settings in asked]
+    requests = some_requests(8, seed=5, max_tokens=14)
+    return requests, [
+        tokens_of(reference_steps(small(), "none", ids, **settings)) for ids, settings in requests
+    ]
 
 
 @pytest.mark.parametrize(
@@ -123,26 +131,26 @@ def eight_requests() -> tuple[list[Asked], list[list[int]]]:
     [("none", 1), *((method, k) for method in METHODS[1:] for k in (1, 6, "auto"))],
 )
 def test_any_k_gives_the_same_tokens(method: Method, k: int | str) -> None:
-    asked, expected = eight_requests()
+    requests, expected = eight_requests()
     engine = engine_of(small(), method, k, prefix_caching=False)
-    assert [tokens_of(steps) for steps in serve(engine, asked)] == expected
+    assert [tokens_of(steps) for steps in serve(engine, requests)] == expected
     assert engine.loop.scheduler.allocator.hit_tokens == 0
 
 
 @pytest.mark.parametrize(
     ("method", "k"), [("none", 1), ("p-eagle", 3), ("p-eagle", "auto"), ("eagle3", 2)]
 )
-def test_a_seed_gives_the_same_answer_beside_anybody(method: Method, k: int | str) -> None:
-    asked = list(enumerate(MIXED))
-    random.Random(k).shuffle(asked)
+def test_a_seed_gives_the_same_answer_in_any_batch(method: Method, k: int | str) -> None:
+    requests = list(enumerate(MIXED))
+    random.Random(k).shuffle(requests)
     engine = engine_of(small(), method, k)
-    answers = serve(engine, [each for _, each in asked])
-    assert [tokens_of(steps) for steps in answers] == [one_by_one()[i] for i, _ in asked]
-    # With K auto on a CPU, a step may verify long n-gram drafts: fewer requests run at once.
+    answers = serve(engine, [each for _, each in requests])
+    assert [tokens_of(steps) for steps in answers] == [one_by_one()[i] for i, _ in requests]
+    # With K auto on a CPU, steps may verify long n-gram drafts, so fewer requests run at once.
     assert engine.loop.scheduler.preemptions or k == "auto"
 
 
-def test_processed_distributions_are_those_of_the_plain_loop() -> None:
+def test_answers_with_sampling_options_equal_the_plain_loop() -> None:
     plain = [
         i
         for i, (_, s) in enumerate(MIXED)
@@ -151,7 +159,7 @@ def test_processed_distributions_are_those_of_the_plain_loop() -> None:
     assert len(plain) > 6
     for i in plain:
         ids, settings = MIXED[i]
-        assert one_by_one()[i] == tokens_of(alone(small(), "none", ids, **settings))
+        assert one_by_one()[i] == tokens_of(reference_steps(small(), "none", ids, **settings))
     assert len({tuple(answer) for answer in one_by_one()}) == len(MIXED)
 
 
@@ -165,44 +173,44 @@ def test_without_a_seed_answers_differ(prompt) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_known_prefix_is_not_computed_again(method: Method, prompt) -> None:
+def test_a_cached_prefix_is_not_recomputed(method: Method, prompt) -> None:
     engine = engine_of(small(), method, kv_tokens=400)
     ids = prompt(40)
     for tail, cached in (([50], 0), ([50], 40), ([51, 52], 36), ([50, 60], 40)):
         before = engine.metrics.cached_tokens
         stream = engine.add(ids + tail, max_tokens=16)
         engine.drain()
-        assert steps_of(stream) == alone(small(), method, ids + tail, max_tokens=16)
+        assert steps_of(stream) == reference_steps(small(), method, ids + tail, max_tokens=16)
         assert engine.metrics.cached_tokens - before == cached
-    answer = tokens_of(alone(small(), method, [*ids, 50], max_tokens=16))
-    more = [*ids, 50, *answer, 9]  # a second turn: the answer is known too
+    answer = tokens_of(reference_steps(small(), method, [*ids, 50], max_tokens=16))
+    more = [*ids, 50, *answer, 9]  # The answer is part of the prompt of a second turn.
     stream = engine.add(more, max_tokens=16)
     engine.drain()
-    assert steps_of(stream) == alone(small(), method, more, max_tokens=16)
+    assert steps_of(stream) == reference_steps(small(), method, more, max_tokens=16)
     assert engine.metrics.cached_tokens - before == 40 + len(more) // 4 * 4
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_conversation_of_ten_turns_computes_what_is_new(method: Method, prompt) -> None:
-    """The drafter's cache is continued too: every step accepts what it accepts without a cache."""
+def test_a_conversation_of_ten_turns_computes_new_tokens_only(method: Method, prompt) -> None:
+    """Every step accepts as many drafts as without a prefix cache."""
     engine = engine_of(small(), method, kv_tokens=400)
     ids = prompt(60)
-    known = 0
+    reusable = 0
     steps: list[Step] = []
     prompt_tokens = cached_tokens = 0
     for turn in range(10):
         stream = engine.add(ids, max_tokens=6 + turn % 3, ignore_eos=True)
         engine.drain()
         answer = steps_of(stream)
-        expected = alone(small(), method, ids, max_tokens=6 + turn % 3, ignore_eos=True)
+        expected = reference_steps(small(), method, ids, max_tokens=6 + turn % 3, ignore_eos=True)
         assert answer == expected
-        assert stream.cached_tokens == known // 4 * 4
+        assert stream.cached_tokens == reusable // 4 * 4
         prompt_tokens += len(ids)
         cached_tokens += stream.cached_tokens
         steps += answer
         ids = [*ids, *tokens_of(answer)]
-        known = len(ids) - 1  # The newest token is not in the pages.
-        ids += prompt(80)[60 + turn : 65 + turn]  # the result of a tool
+        reusable = len(ids) - 1  # The newest token is not in the pages.
+        ids += prompt(80)[60 + turn : 65 + turn]  # A tool result follows.
     assert cached_tokens > 0.8 * prompt_tokens
     assert method == "none" or sum(step.accepted for step in steps) > 15
 
@@ -210,13 +218,13 @@ def test_a_conversation_of_ten_turns_computes_what_is_new(method: Method, prompt
 def test_a_preempted_request_keeps_its_first_count_of_cached_tokens(prompt) -> None:
     engine = engine_of(small(), "p-eagle", max_batch=2, kv_tokens=64)
     ask(engine, prompt(12), max_tokens=1)
-    asked = [(prompt(12), 8), ([70, *prompt(12)], 0)]
-    streams = [engine.add(ids, max_tokens=40, ignore_eos=True) for ids, _ in asked]
+    requests = [(prompt(12), 8), ([70, *prompt(12)], 0)]
+    streams = [engine.add(ids, max_tokens=40, ignore_eos=True) for ids, _ in requests]
     assert [stream.cached_tokens for stream in streams] == [None, None]
     engine.drain()
     assert engine.loop.scheduler.preemptions
-    assert engine.metrics.cached_tokens > 8, "the preempted request has found its own pages"
-    assert [stream.cached_tokens for stream in streams] == [cached for _, cached in asked]
+    assert engine.metrics.cached_tokens > 8, "the preempted request must reuse its own pages"
+    assert [stream.cached_tokens for stream in streams] == [cached for _, cached in requests]
 
 
 def without_the_next_token(parent: bytes, tokens: list[int]) -> bytes:
@@ -224,34 +232,36 @@ def without_the_next_token(parent: bytes, tokens: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-@pytest.mark.parametrize("broken", [False, True], ids=["as it is", "by its own tokens alone"])
+@pytest.mark.parametrize(
+    "wrong_keys", [False, True], ids=["unchanged keys", "keys without the next token"]
+)
 def test_a_page_is_shared_with_its_next_token_only(
-    monkeypatch, method: Method, broken: bool, prompt
+    monkeypatch, method: Method, wrong_keys: bool, prompt
 ) -> None:
     """The drafter's last row of a page reads the token after it, so that token must match too."""
-    if broken:  # the test can tell
+    if wrong_keys:  # With these keys the test must detect wrong pages.
         monkeypatch.setattr(scheduler, "page_key", without_the_next_token)
-    shared, apart = prompt(24), 0
+    shared, differing = prompt(24), 0
     engine = engine_of(small(), method, prefill_chunk=32, kv_tokens=800)
     for tail in range(10, 16):
         caches = []
         for runner in (engine, engine_of(small(), method, prefill_chunk=32)):
             stream = runner.add([*shared, tail, 3], max_tokens=8)
             runner.step()
-            caches.append(computed(runner, stream.id))
+            caches.append(kv_of(runner, stream.id))
             runner.drain()
-            assert broken or steps_of(stream) == alone(
+            assert wrong_keys or steps_of(stream) == reference_steps(
                 small(), method, [*shared, tail, 3], max_tokens=8
             )
-        apart += any(not torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
-    assert apart == (5 if broken else 0)
-    assert engine.metrics.cached_tokens == 5 * (24 if broken else 20)
+        differing += any(not torch.allclose(a, b, atol=1e-4) for a, b in zip(*caches, strict=True))
+    assert differing == (5 if wrong_keys else 0)
+    assert engine.metrics.cached_tokens == 5 * (24 if wrong_keys else 20)
 
 
 @pytest.mark.parametrize(
     ("name", "method", "chunk"),
     [
-        # Fused layers with every method, transformers' own with one; small chunks with one.
+        # Fused layers are run with every method, small chunks and other layers with one.
         pytest.param(
             *(name, method, chunk),
             marks=[] if method == "p-eagle" or (name, chunk) == ("llama", 64) else pytest.mark.slow,
@@ -264,7 +274,7 @@ def test_a_page_is_shared_with_its_next_token_only(
 def test_choices_of_one_prompt_share_its_prefill(
     name: str, method: Method, chunk: int, prompt
 ) -> None:
-    """Added at once, they read pages that the same pass writes: of the target and the drafter."""
+    """Choices that are added together read pages that the same pass writes."""
     target = make_target(name)
     drafters = {m: make_drafter(target, m, 1) for m in DRAFTER_METHODS}
     pair, ids = pair_of(target, drafters), prompt(38)
@@ -272,33 +282,33 @@ def test_choices_of_one_prompt_share_its_prefill(
     engine, plain = (engine_of(pair, method, prefix_caching=on, **options) for on in (True, False))
     sampled = [{"max_tokens": 9, "temperature": 1.0, "seed": i} for i in range(4)]
     streams = [engine.add(ids, **settings) for settings in sampled]
-    lone = plain.add(ids, **sampled[0])
+    single = plain.add(ids, **sampled[0])
     for each in (engine, plain):
         while any(request.computed < 38 for request in each.loop.scheduler.live.values()):
             each.step()
             each.check_integrity()
-    assert engine.metrics.cached_tokens == 3 * 36  # the last two tokens are on no full page
+    assert engine.metrics.cached_tokens == 3 * 36  # The last two tokens fill no page.
     # The drafter's row at position 37 has seen the first token of the answer.
-    right = [cache[:37] for cache in computed(plain, lone.id)]
+    right = [cache[:37] for cache in kv_of(plain, single.id)]
     for stream in streams:
-        for ours, theirs in zip(computed(engine, stream.id), right, strict=True):
+        for ours, theirs in zip(kv_of(engine, stream.id), right, strict=True):
             assert torch.allclose(ours[:37], theirs, atol=1e-5)
     engine.drain()
-    expected = [tokens_of(alone(pair, "none", ids, **settings)) for settings in sampled]
+    expected = [tokens_of(reference_steps(pair, "none", ids, **settings)) for settings in sampled]
     assert [tokens_of(steps_of(stream)) for stream in streams] == expected
 
 
 def test_requests_with_different_salts_share_no_pages(prompt) -> None:
     engine = engine_of(small(), "p-eagle", kv_tokens=400)
-    expected = tokens_of(alone(small(), "none", prompt(30), max_tokens=6))
+    expected = tokens_of(reference_steps(small(), "none", prompt(30), max_tokens=6))
     for salt, cached in (("", 0), ("one", 0), ("two", 0), ("one", 28), ("", 28)):
         before = engine.metrics.cached_tokens
         assert ask(engine, prompt(30), max_tokens=6, cache_salt=salt)[0] == expected
         assert engine.metrics.cached_tokens - before == cached, salt
 
 
-def computed(engine: Engine, id: str) -> list[torch.Tensor]:
-    """The keys and values of a request's positions, of every layer of target and drafter."""
+def kv_of(engine: Engine, id: str) -> list[torch.Tensor]:
+    """Keys and values of all positions of a request, in every layer of target and drafter."""
     request = engine.loop.scheduler.live[id]
     size = engine.loop.scheduler.allocator.page_size
     kv_cache = engine.loop.stepper.kv_cache
@@ -307,13 +317,13 @@ def computed(engine: Engine, id: str) -> list[torch.Tensor]:
     return [cache[index] for cache in (*kv_cache.keys, *kv_cache.values)]
 
 
-# What is told besides.
+# Log-probabilities, counters, ids and policies.
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_logprobs_are_the_targets_own(method: Method) -> None:
+def test_logprobs_are_those_of_the_target(method: Method) -> None:
     counts = [0, 1, 5, 20, None]
-    asked = [
+    requests = [
         (
             ids,
             {
@@ -327,9 +337,9 @@ def test_logprobs_are_the_targets_own(method: Method) -> None:
         for i, (ids, _) in enumerate(some_requests(10, seed=4))
     ]
     engine = engine_of(small(), method)
-    streams = [engine.add(ids, **settings) for ids, settings in asked]
+    streams = [engine.add(ids, **settings) for ids, settings in requests]
     engine.drain()
-    for (ids, settings), stream in zip(asked, streams, strict=True):
+    for (ids, settings), stream in zip(requests, streams, strict=True):
         pieces, top = list(stream), settings["logprobs"]
         tokens = tokens_of([piece.step for piece in pieces if piece.step])
         logprobs = list(chain(*(piece.logprobs for piece in pieces)))
@@ -350,12 +360,12 @@ def test_logprobs_are_the_targets_own(method: Method) -> None:
 
 
 def test_counters_add_up() -> None:
-    engine, asked = engine_of(small(), "p-eagle"), some_requests(12, seed=6, max_tokens=12)
-    answers = serve(engine, asked)
+    engine, requests = engine_of(small(), "p-eagle"), some_requests(12, seed=6, max_tokens=12)
+    answers = serve(engine, requests)
     steps = list(chain(*answers))
     status = engine.status()
     assert status["generated_tokens"] == sum(len(step.tokens) for step in steps)
-    assert status["prompt_tokens"] == sum(len(ids) for ids, _ in asked)
+    assert status["prompt_tokens"] == sum(len(ids) for ids, _ in requests)
     assert status["drafts"] == sum(step.drafted > 0 for step in steps)
     assert status["draft_tokens"] == sum(step.drafted for step in steps)
     assert (
@@ -370,32 +380,34 @@ def test_counters_add_up() -> None:
     assert status["k_steps"] == {K: status["steps"]} and status["k_reason"] == "fixed"
 
 
-def test_an_id_may_come_back_with_other_settings(prompt) -> None:
+def test_an_id_can_be_used_again_with_other_settings(prompt) -> None:
     engine = engine_of(small(), "p-eagle")
     answers = [
         ask(engine, prompt(6), id="x", temperature=1.5, seed=seed, max_tokens=9)[0]
         for seed in (1, 2)
     ]
     expected = [
-        tokens_of(alone(small(), "none", prompt(6), temperature=1.5, seed=s, max_tokens=9))
+        tokens_of(
+            reference_steps(small(), "none", prompt(6), temperature=1.5, seed=s, max_tokens=9)
+        )
         for s in (1, 2)
     ]
     assert answers == expected and answers[0] != answers[1]
 
 
-def test_a_prompt_belongs_to_the_engine_once_it_is_added(prompt) -> None:
+def test_the_engine_copies_the_prompt(prompt) -> None:
     engine, ids = engine_of(small(), "none"), prompt(6)
     stream = engine.add(ids, max_tokens=5)
     ids.clear()
     engine.drain()
-    assert steps_of(stream) == alone(small(), "none", prompt(6), max_tokens=5)
+    assert steps_of(stream) == reference_steps(small(), "none", prompt(6), max_tokens=5)
 
 
 def test_a_larger_shape_is_drafted_before_it_is_verified() -> None:
-    """A step that must draft more than it verifies drafts what is asked for, and no more."""
+    """A step drafts the shape that the next step verifies, even if it verifies less itself."""
 
     class Alternating(FixedPolicy):
-        """Requests chains of 1 and of 3 in turn."""
+        """Alternates between chains of 1 and of 3."""
 
         def choose(self, *args: Any, **kwargs: Any) -> DraftChoice:
             self.shape = DraftShape(4 - self.shape.k, 4 - self.shape.k)

@@ -1,4 +1,4 @@
-"""Thousands of random operations on a real engine: nothing leaks, and every answer is right."""
+"""Random operations on an engine: nothing leaks, and every answer is right."""
 
 from functools import cache
 from random import Random
@@ -13,44 +13,45 @@ from peagle.core import METHODS, Method, Step
 from peagle.engine.schedule.queue import QueueFull
 from peagle.engine.stream import Stream
 from tests.support.engine.decoding import tokens_of
-from tests.support.engine.engines import SETTINGS, alone, ask, engine_of, some_requests
+from tests.support.engine.engines import SETTINGS, ask, engine_of, reference_steps, some_requests
 from tests.support.engine.planting import plant_random
 from tests.support.grammars import FUZZ_GRAMMARS, small_with_letters
 
-ASKED = [
+REQUESTS = [
     (ids, {"max_tokens": 9 + 5 * i % 11, "seed": i, **SETTINGS[5 * i % len(SETTINGS)]})
     for i, (ids, _) in enumerate(some_requests(24, seed=2))
 ]
-ASKED += [
+REQUESTS += [
     (ids, {"max_tokens": 16, "seed": i, "grammar": grammar, **SETTINGS[3 * i % len(SETTINGS)]})
     for i, ((ids, _), grammar) in enumerate(
         zip(some_requests(len(FUZZ_GRAMMARS), seed=4), FUZZ_GRAMMARS, strict=True)
     )
 ]
-PLAIN = {
+# Options of the plain loop.
+PLAIN_OPTIONS = {
     "max_tokens",
     "seed",
     "temperature",
     "top_p",
     "top_k",
     "min_p",
-}  # what the plain loop knows
+}
 QUEUE = 5
 
 
 @cache
 def expected(number: int) -> list[int]:
-    """The answer of the request alone, without speculation."""
+    """The answer of a single request, without speculation."""
     return ask(
         engine_of(small_with_letters(), "none", prefix_caching=False),
-        ASKED[number][0],
-        **ASKED[number][1],
+        REQUESTS[number][0],
+        **REQUESTS[number][1],
     )[0]
 
 
 @cache
 def expected_steps(number: int, method: Method) -> list[Step]:
-    return alone(small_with_letters(), method, ASKED[number][0], **ASKED[number][1])
+    return reference_steps(small_with_letters(), method, REQUESTS[number][0], **REQUESTS[number][1])
 
 
 class Machine(RuleBasedStateMachine):
@@ -59,12 +60,12 @@ class Machine(RuleBasedStateMachine):
         k=st.sampled_from([3, 3, 3, 5, "auto"]),
         tree=st.sampled_from([0, 0, 9, 15]),  # for parallel drafters
         page=st.integers(2, 6),
-        tokens=st.integers(66, 110),  # the longest request fits, two of them hardly
+        tokens=st.integers(66, 110),  # The longest request fits, but two of them barely do.
         batch=st.integers(1, 5),
         chunk=st.integers(3, 40),
         caching=st.booleans(),
         lookahead=st.sampled_from([0, 1]),  # passes in flight while the next one is planned
-        plants=st.booleans(),  # drafts that hold a part of the true answer
+        plants=st.booleans(),  # Plant drafts with a part of the right answer.
     )
     def start(
         self,
@@ -92,19 +93,19 @@ class Machine(RuleBasedStateMachine):
             options["kv_tokens"] += tree  # a request needs the pages of its nodes as well
         self.engine = engine_of(small_with_letters(), method, k, **options)
         self.engine.loop.lookahead = lookahead
-        self.chance = Random(0) if plants else None
-        self.as_alone = k == 3 and not options["tree"] and not plants
+        self.rng = Random(0) if plants else None
+        self.has_plain_steps = k == 3 and not options["tree"] and not plants
         self.streams = dict[str, tuple[int, Stream]]()
         self.added = 0  # since the last drain
 
     @rule(
-        number=st.integers(0, len(ASKED) - 1),
+        number=st.integers(0, len(REQUESTS) - 1),
         user=st.sampled_from("ab"),
         salt=st.sampled_from(["", "", "salt"]),
         choices=st.sampled_from([1, 1, 3]),
     )
     def add(self, number: int, user: str, salt: str, choices: int) -> None:
-        ids, options = ASKED[number]
+        ids, options = REQUESTS[number]
         self.added += choices
         for _ in range(choices):
             full = len(self.engine.loop.scheduler.waiting) >= QUEUE
@@ -120,19 +121,19 @@ class Machine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             busy = self.engine.busy
-            assert self.engine.step() == busy, "somebody waits, and nothing was done"
+            assert self.engine.step() == busy, "requests wait, but the step did nothing"
             self.engine.check_integrity()
-            if self.chance is not None:
+            if self.rng is not None:
                 live = self.engine.loop.states.keys() & self.streams.keys()
                 answers = {id: expected(self.streams[id][0]) for id in live}
-                plant_random(self.engine, answers, self.chance)
+                plant_random(self.engine, answers, self.rng)
 
     @precondition(lambda self: self.streams)
     @rule(number=st.integers(0, 100))
     def abort(self, number: int) -> None:
         self.engine.abort(list(self.streams)[-1 - number % len(self.streams)])
 
-    # How many requests live depends on the clock, where K=auto; a precondition must not.
+    # With K auto, the number of live requests depends on timing; preconditions must not.
     @precondition(lambda self: self.added > 3)
     @rule()
     def drain(self) -> None:
@@ -141,7 +142,7 @@ class Machine(RuleBasedStateMachine):
         assert not self.engine.loop.states
 
     @invariant()
-    def whole(self) -> None:
+    def check_integrity(self) -> None:
         self.engine.check_integrity()
 
     def teardown(self) -> None:
@@ -154,12 +155,12 @@ class Machine(RuleBasedStateMachine):
             self.check(number, stream)
 
     def check(self, number: int, stream: Stream) -> None:
-        """All of the answer, or its beginning; drafts accepted as in the plain loop."""
+        """Check the answer, or its beginning after an abort, and accepted drafts."""
         pieces = list(stream)
         steps, truth = [piece.step for piece in pieces if piece.step], expected(number)
         tokens = tokens_of(steps)
         assert tokens == (truth[: len(tokens)] if pieces[-1].reason == "abort" else truth)
-        if self.as_alone and ASKED[number][1].keys() <= PLAIN:
+        if self.has_plain_steps and REQUESTS[number][1].keys() <= PLAIN_OPTIONS:
             assert steps == expected_steps(number, self.engine.method)[: len(steps)]
 
 
@@ -168,5 +169,5 @@ TestMachine = Machine.TestCase
 
 
 @pytest.mark.slow
-class TestMachineForLong(Machine.TestCase):
+class TestMachineSlow(Machine.TestCase):
     settings = settings(max_examples=120, stateful_step_count=60, derandomize=False)

@@ -1,4 +1,4 @@
-"""Failures: a request fails alone, with a reason; what can never run is refused at once."""
+"""Failures: one failed request does not affect others, and invalid requests are refused."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +23,9 @@ from peagle.kernels.triton.attention import paged_attention
 from tests.support.engine.decoding import tokens_of
 from tests.support.engine.engines import (
     TIGHT,
-    alone,
     engine_of,
     pair_of,
+    reference_steps,
     small,
     some_requests,
     steps_of,
@@ -49,7 +49,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_what_can_never_run_is_refused_and_leaves_nothing(prompt) -> None:
+def test_invalid_requests_are_refused_without_effect(prompt) -> None:
     engine = engine_of(small(), "p-eagle", context=64)
     first = engine.add(prompt(9), id="first", max_tokens=10)
     engine.step()
@@ -60,7 +60,7 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(prompt) -> None:
         engine.check_integrity()
     assert (engine.status(), engine.loop.scheduler.allocator.num_free) == before
     engine.drain()
-    assert steps_of(first) == alone(small(), "p-eagle", prompt(9), max_tokens=10)
+    assert steps_of(first) == reference_steps(small(), "p-eagle", prompt(9), max_tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(prompt) -> None:
         ({"kv_tokens": 4096}, "context holds 256 .*: shorten it$"),
     ],
 )
-def test_a_prompt_that_is_too_long_names_what_limits_it(
+def test_too_long_prompts_name_the_limiting_option(
     options: dict[str, Any], fix: str, prompt
 ) -> None:
     engine = engine_of(small(), "none", **options)
@@ -84,7 +84,7 @@ def test_a_full_queue(prompt) -> None:
     streams = [engine.add(prompt(5), max_tokens=4) for _ in range(2)]
     with pytest.raises(QueueFull, match="try again later"):
         engine.add(prompt(5))
-    engine.step()  # one is admitted
+    engine.step()  # One request is admitted.
     streams.append(engine.add(prompt(5), max_tokens=4))
     engine.check_integrity()
     engine.drain()
@@ -113,16 +113,16 @@ def test_a_full_queue(prompt) -> None:
         ({"max_batch": 10**9, "kv_tokens": 10**14}, "`kv_tokens`, `max_batch` or `context`"),
     ],
 )
-def test_an_engine_that_cannot_be(options: dict[str, Any], words: str) -> None:
+def test_invalid_engine_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         Engine(small(), EngineConfig(**{"method": "p-eagle", "thread": False} | options))
 
 
-# Logits that are not numbers.
+# Logits that are not finite.
 
 
 class Poisoned:
-    """A pair whose target gives NaN for one token, which is in one prompt and never generated."""
+    """A pair whose target gives NaN for one token, which answers never contain."""
 
     def __init__(self, name: str) -> None:
         target = make_target(name, tie_word_embeddings=False)
@@ -130,7 +130,8 @@ class Poisoned:
         self.pair = pair_of(target, drafters)
         self.good = some_requests(5, seed=9, max_tokens=8)
         self.expected = {
-            m: [alone(self.pair, m, ids, **options) for ids, options in self.good] for m in METHODS
+            m: [reference_steps(self.pair, m, ids, **options) for ids, options in self.good]
+            for m in METHODS
         }
         drafted = chain(
             *(
@@ -148,14 +149,14 @@ class Poisoned:
         target.embedding.data[self.token] = torch.nan
 
     def bad(self) -> list[int]:
-        """Begins like the good ones."""
+        """A prompt with the token that gives NaN; it starts like the longest good one."""
         longest = max((ids for ids, _ in self.good), key=len)
         return [*longest[:30], self.token, 7, 8]
 
 
 @cache
 def poisoned_pair(name: str) -> Poisoned:
-    """Built once per process."""
+    """The pair, built once per process."""
     return Poisoned(name)
 
 
@@ -166,7 +167,7 @@ def poisoned(request: pytest.FixtureRequest) -> Poisoned:
 
 every_method = pytest.mark.parametrize(
     ("poisoned", "method"),
-    [  # Every method with one code path of the engine, P-EAGLE with all of them.
+    [  # Every method runs with one code path of the engine, P-EAGLE with all of them.
         pytest.param(
             *(name, method),
             marks=[] if method == "p-eagle" or name == "llama" else pytest.mark.slow,
@@ -179,17 +180,11 @@ every_method = pytest.mark.parametrize(
 
 
 @every_method
-def test_a_request_whose_logits_are_not_numbers_fails_alone(
-    poisoned: Poisoned, method: Method
-) -> None:
+def test_nan_logits_fail_only_their_request(poisoned: Poisoned, method: Method) -> None:
     engine = engine_of(poisoned.pair, method)
     streams, failed = [], list[Stream]()
-    for (
-        ids,
-        options,
-    ) in (
-        poisoned.good
-    ):  # after every good one a bad one: it is prefilled with some, and others follow in its pages
+    # Each bad request is prefilled with a good one, and later ones reuse its pages.
+    for ids, options in poisoned.good:
         streams.append(engine.add(ids, **options))
         failed.append(engine.add(poisoned.bad(), max_tokens=8))
         engine.step()
@@ -207,8 +202,8 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(
 
 
 @every_method
-def test_nothing_is_left_in_its_pages(poisoned: Poisoned, method: Method) -> None:
-    """Good requests get the pages that held NaN, also after an abort."""
+def test_pages_of_a_failed_request_are_cleared(poisoned: Poisoned, method: Method) -> None:
+    """Good requests can reuse pages that had NaN, also after an abort."""
     for end in (lambda engine, stream: engine.drain(), lambda engine, stream: stream.abort()):
         engine = engine_of(poisoned.pair, method, kv_tokens=52)
         for (ids, options), steps in zip(
@@ -224,8 +219,8 @@ def test_nothing_is_left_in_its_pages(poisoned: Poisoned, method: Method) -> Non
 
 
 @every_method
-def test_it_may_happen_late(poisoned: Poisoned, method: Method) -> None:
-    """The answer itself comes to the token: what was said before has been told."""
+def test_nan_logits_during_the_answer(poisoned: Poisoned, method: Method) -> None:
+    """The answer generates the token; pieces before it are delivered."""
     engine, (ids, options) = engine_of(poisoned.pair, method), poisoned.good[0]
     stream = engine.add(ids, logit_bias={poisoned.token: 100.0}, **options)
     good = engine.add(ids, **options)
@@ -239,14 +234,14 @@ def test_it_may_happen_late(poisoned: Poisoned, method: Method) -> None:
 
 
 def reset_as_on_a_gpu(self: KVCache, pages: list[int], unverified: list[int]) -> None:
-    """A GPU overwrites only what may hold NaN."""
+    """Clear only pages that may have NaN, as on a GPU."""
     self.zero_pages(unverified)
 
 
 def attend_as_on_a_gpu(
     run: Any, module: Any, query: torch.Tensor, paged: PagedContext, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """The rule of the Triton kernel: keys are read up to the last row, and masked by zeros."""
+    """Read keys up to the last row, and mask them by zeros, as the Triton kernel does."""
     keys, values = (
         cache[module.layer_idx] for cache in (paged.kv_cache.keys, paged.kv_cache.values)
     )
@@ -258,12 +253,12 @@ def attend_as_on_a_gpu(
 
 @pytest.mark.parametrize("method", DRAFTER_METHODS)
 @pytest.mark.parametrize("abort", [True, False])
-def test_pages_of_a_broken_request_in_flight(
+def test_pages_of_an_aborted_request_in_flight_are_cleared(
     monkeypatch: pytest.MonkeyPatch, method: Method, abort: bool
 ) -> None:
-    """Aborted before its logits are read back: the next owner of its pages meets no NaN.
+    """After an abort before its logits are read, the next owner of its pages reads no NaN.
 
-    Rows of drafts beyond the context are not stored, so keys there are what a page held before.
+    Rows of drafts beyond the context are not stored, so old keys of the page are read there.
     """
     monkeypatch.setattr(KVCache, "reset_pages", reset_as_on_a_gpu)
     monkeypatch.setattr(hf_paged, "attend_by_blocks", attend_as_on_a_gpu)
@@ -271,7 +266,7 @@ def test_pages_of_a_broken_request_in_flight(
     options = {"page_size": 16, "kv_tokens": 96, "context": 42, "prefill_chunk": 64}
     ids = poisoned.good[0][0]
     expected = tokens_of(
-        alone(poisoned.pair, "none", ids, max_tokens=42 - len(ids), ignore_eos=True)
+        reference_steps(poisoned.pair, "none", ids, max_tokens=42 - len(ids), ignore_eos=True)
     )
     engine = engine_of(poisoned.pair, method, **options)
     assert isinstance(engine.loop.stepper.verifier, hf_paged.HFPagedTarget)
@@ -290,8 +285,8 @@ def test_pages_of_a_broken_request_in_flight(
     assert tokens_of(steps_of(good)) == expected
 
 
-def test_choices_of_a_broken_prompt_fail_and_leave_nothing(poisoned: Poisoned) -> None:
-    """They share pages that hold NaN: the last one to leave clears them."""
+def test_shared_pages_of_failed_choices_are_cleared(poisoned: Poisoned) -> None:
+    """They share pages with NaN, which are cleared after the last of them."""
     engine = engine_of(poisoned.pair, "p-eagle", kv_tokens=96)
     (ids, options), steps = poisoned.good[0], poisoned.expected["p-eagle"][0]
     for _ in range(2):
@@ -314,7 +309,7 @@ def test_choices_of_a_broken_prompt_fail_and_leave_nothing(poisoned: Poisoned) -
         assert all(cache[cells].isfinite().all() for cache in (*kv_cache.keys, *kv_cache.values))
 
 
-# A device that is lost.
+# Lost devices.
 
 ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
 
@@ -349,7 +344,7 @@ def test_which_errors_mean_a_lost_device(error: Exception, lost: bool) -> None:
 
 
 def lose_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every call to the device raises, as after a sticky CUDA error."""
+    """Let every call to the device raise, as after a sticky CUDA error."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError(ILLEGAL_ACCESS)
@@ -364,7 +359,7 @@ def lose_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 LOST = "the device is lost, start a new process: CUDA error: an illegal memory access.*encountered$"
 
 
-def test_a_lost_device_leaves_no_caller_waiting(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
+def test_a_lost_device_ends_all_streams(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
     engine = Engine(small(), EngineConfig(method="p-eagle", k=3, **TIGHT | {"max_batch": 2}))
     with engine.loop.lock:
         streams = [engine.add(prompt(5 + i), max_tokens=90, ignore_eos=True) for i in range(4)]
@@ -380,9 +375,7 @@ def test_a_lost_device_leaves_no_caller_waiting(monkeypatch: pytest.MonkeyPatch,
     engine.check_integrity()
 
 
-def test_a_caller_of_step_is_told_that_the_device_is_lost(
-    monkeypatch: pytest.MonkeyPatch, prompt
-) -> None:
+def test_step_raises_if_the_device_is_lost(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
     engine = engine_of(small(), "p-eagle", max_batch=2)
     streams = [engine.add(prompt(5 + i), max_tokens=9) for i in range(4)]
     engine.step()
@@ -398,7 +391,7 @@ def test_a_caller_of_step_is_told_that_the_device_is_lost(
         engine.step()
 
 
-def test_every_stream_ends_even_if_the_bookkeeping_raises(
+def test_every_stream_ends_even_if_the_scheduler_raises(
     monkeypatch: pytest.MonkeyPatch, prompt
 ) -> None:
     engine = engine_of(small(), "none")
@@ -411,22 +404,22 @@ def test_every_stream_ends_even_if_the_bookkeeping_raises(
             list(stream)
 
 
-# The loop.
+# Errors of the engine loop.
 
 
-def test_the_loop_dies_and_everybody_is_told(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
+def test_an_error_of_the_loop_ends_all_streams(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
     engine = Engine(small(), EngineConfig(method="p-eagle", k=3, **TIGHT | {"max_batch": 2}))
 
-    everybody = threading.Event()
+    all_added = threading.Event()
 
     def lost(*_: Any) -> None:
-        everybody.wait()
+        all_added.wait()
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(engine.loop.stepper, "decode", lost)
     with ThreadPoolExecutor() as pool:
         streams = [engine.add(prompt(5 + i), max_tokens=9) for i in range(2)]
-        everybody.set()
+        all_added.set()
         for future in [pool.submit(list, stream) for stream in streams]:
             with pytest.raises(
                 RequestFailed, match="the engine stopped: RuntimeError: the device is lost"
@@ -440,9 +433,11 @@ def test_the_loop_dies_and_everybody_is_told(monkeypatch: pytest.MonkeyPatch, pr
         engine.step()
 
 
-def test_waiting_requests_are_told_too(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
+def test_an_error_of_the_loop_ends_waiting_requests(
+    monkeypatch: pytest.MonkeyPatch, prompt
+) -> None:
     engine = Engine(small(), EngineConfig(method="none", **TIGHT | {"max_batch": 1}))
-    with engine.loop.lock:  # all are there before the first step
+    with engine.loop.lock:  # All are added before the first step.
         monkeypatch.setattr(engine.loop, "_prefill", lambda *_: 1 / 0)
         streams = [engine.add(prompt(5), max_tokens=9) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
@@ -452,7 +447,7 @@ def test_waiting_requests_are_told_too(monkeypatch: pytest.MonkeyPatch, prompt) 
     engine.check_integrity()
 
 
-def test_a_caller_of_step_sees_the_error_itself(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
+def test_step_raises_the_original_error(monkeypatch: pytest.MonkeyPatch, prompt) -> None:
     engine = engine_of(small(), "none")
     monkeypatch.setattr(engine.loop, "_prefill", lambda *_: 1 / 0)
     engine.add(prompt(5))
@@ -462,22 +457,22 @@ def test_a_caller_of_step_sees_the_error_itself(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("method", METHODS)
 def test_pages_for_one_request_only(method: Method) -> None:
-    """Everybody else is preempted, again and again; nobody fails."""
-    asked = some_requests(6, seed=12, max_tokens=12, ignore_eos=True)
-    longest = max(len(ids) for ids, _ in asked) + 12
+    """All other requests are preempted repeatedly, but none fails."""
+    requests = some_requests(6, seed=12, max_tokens=12, ignore_eos=True)
+    longest = max(len(ids) for ids, _ in requests) + 12
     engine = engine_of(small(), method, kv_tokens=longest, max_batch=6)
-    streams = [engine.add(ids, **options) for ids, options in asked]
+    streams = [engine.add(ids, **options) for ids, options in requests]
     while engine.step():
         engine.check_integrity()
     assert [steps_of(stream) for stream in streams] == [
-        alone(small(), method, ids, **options) for ids, options in asked
+        reference_steps(small(), method, ids, **options) for ids, options in requests
     ]
     assert engine.status()["finished"] == {"length": 6}
 
 
 @pytest.mark.parametrize("abort", [False, True])
-def test_pages_of_a_prefill_that_failed_are_not_shared(abort: bool) -> None:
-    """Pages are shareable when their chunk is planned; a failed pass takes that back."""
+def test_pages_of_a_failed_prefill_are_not_shared(abort: bool) -> None:
+    """Pages are shareable when their chunk is planned, but not after a failed pass."""
     [(ids, _)] = some_requests(1, seed=5)
     ids = ids * 3  # Several full pages.
     options = {"page_size": 8, "prefill_chunk": 64, "kv_tokens": 400}

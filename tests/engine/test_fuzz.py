@@ -1,4 +1,4 @@
-"""A short run of the fuzz, and the fuzz itself: it finds planted errors and shrinks its cases."""
+"""A short fuzz run, and tests of the fuzzer: it detects a planted error and shrinks cases."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ SEED = 16
 CASES = ("llama", "llama words", "qwen3-moe", "gpt2", "exact", "llama", "gpt-oss")
 
 
-def test_every_answer_is_that_of_plain_decoding() -> None:
+def test_answers_equal_plain_decoding() -> None:
     counts = FuzzCounts()
     for number, target in enumerate(CASES):
         counts += run_case(draw_case(SEED, number, [target]))
@@ -27,7 +27,7 @@ def test_every_answer_is_that_of_plain_decoding() -> None:
     assert min(counts.aborted, counts.grammars) > 0, counts
 
 
-def test_a_seed_always_gives_the_same_cases() -> None:
+def test_cases_are_reproducible_with_a_seed() -> None:
     assert draw_case(3, 4) == draw_case(3, 4) != draw_case(3, 5)
     assert set(CASES) == set(TARGETS)
     drawn = [draw_case(SEED, number) for number in range(200)]
@@ -38,8 +38,8 @@ def test_a_seed_always_gives_the_same_cases() -> None:
 
 
 @pytest.mark.slow
-def test_an_error_is_found_and_the_case_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that loses the last token of a step where drafts were accepted."""
+def test_an_error_is_detected_and_the_case_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted error loses the last token of steps with accepted drafts."""
     deliver = OutputProcessor._deliver_tokens
 
     def lose_a_token(self, request, launched, batch, index) -> None:  # type: ignore[no-untyped-def]
@@ -61,7 +61,7 @@ def test_an_error_is_found_and_the_case_shrinks(monkeypatch: pytest.MonkeyPatch)
     smaller: list[FuzzCase] = []
 
     def fails_first(candidate: FuzzCase) -> bool:
-        """Whether it is the first smaller case that fails: one is enough here."""
+        """Accept only the first smaller case that fails, which is enough for this test."""
         if smaller or not fails(candidate):
             return False
         smaller.append(candidate)
@@ -87,22 +87,22 @@ def test_a_case_can_be_written_as_a_test() -> None:
     assert cases == [case]
 
 
-def test_what_counts_as_a_difference() -> None:
+def test_differences_between_outcomes() -> None:
     logprob = TokenLogprob(7, -1.0, 2, {8: -0.5})
-    whole = Outcome((7, 8), "ab", "stop", (logprob, logprob), accepted=1)
-    assert difference(whole, whole) is None
-    begun = replace(whole, tokens=(7,), text="a", reason="abort", logprobs=(logprob,))
-    assert difference(begun, whole) is None
-    near = replace(whole, logprobs=(logprob, replace(logprob, logprob=-1.0001)))
-    assert difference(near, whole) is None and difference(near, whole, exact=True)
+    expected = Outcome((7, 8), "ab", "stop", (logprob, logprob), accepted=1)
+    assert difference(expected, expected) is None
+    aborted = replace(expected, tokens=(7,), text="a", reason="abort", logprobs=(logprob,))
+    assert difference(aborted, expected) is None
+    close = replace(expected, logprobs=(logprob, replace(logprob, logprob=-1.0001)))
+    assert difference(close, expected) is None and difference(close, expected, exact=True)
     for other in (
-        replace(whole, tokens=(7, 9)),
-        replace(whole, text="a"),
-        replace(whole, reason="length"),
-        replace(whole, logprobs=(logprob,)),
-        replace(whole, logprobs=(logprob, replace(logprob, logprob=-1.1))),
-        replace(whole, logprobs=(logprob, replace(logprob, rank=4))),
-        replace(begun, tokens=(8,)),
-        replace(begun, text="b"),
+        replace(expected, tokens=(7, 9)),
+        replace(expected, text="a"),
+        replace(expected, reason="length"),
+        replace(expected, logprobs=(logprob,)),
+        replace(expected, logprobs=(logprob, replace(logprob, logprob=-1.1))),
+        replace(expected, logprobs=(logprob, replace(logprob, rank=4))),
+        replace(aborted, tokens=(8,)),
+        replace(aborted, text="b"),
     ):
-        assert difference(other, whole)
+        assert difference(other, expected)

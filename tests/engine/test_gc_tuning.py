@@ -1,4 +1,4 @@
-"""Imports run without collections, and what they create is not visited by later ones."""
+"""Imports run without garbage collection, and their objects are frozen afterwards."""
 
 import gc
 import sys
@@ -10,7 +10,7 @@ from peagle.engine.gc_tuning import collection_paused
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that would freeze all objects of the tests."""
+    """Record calls of gc.freeze, which would freeze all objects of the tests."""
     calls: list[str] = []
     monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
     return calls

@@ -1,4 +1,4 @@
-"""Memory of engines: closed ones are freed at once, weights are packed once, a pair keeps few."""
+"""Memory: closed engines are freed, packed weights are shared, and pairs keep few engines."""
 
 import gc
 import subprocess
@@ -69,7 +69,7 @@ def test_closed_engine_is_freed_without_the_collector(
     assert [reference() for reference in references] == [None] * len(references)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gemma2"])  # fused layers, and transformers' own
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma2"])  # with and without fused layers
 def test_engine_of_another_target_is_freed_too(name: str, no_collector: None) -> None:
     target = make_target(name)
     engine = engine_of(pair_of(target, {"p-eagle": make_drafter(target, "p-eagle", 2)}), "p-eagle")
@@ -82,7 +82,7 @@ def test_engine_of_another_target_is_freed_too(name: str, no_collector: None) ->
 
 
 def test_a_program_ends_while_its_engine_runs() -> None:
-    """A thread inside a kernel would abort it."""
+    """A thread inside a kernel would abort the process at exit."""
     program = """
 from tests.support.engine.engines import small
 from peagle.engine import Engine, EngineConfig
@@ -95,8 +95,8 @@ next(iter(engine.add([5, 6, 7], max_tokens=200, ignore_eos=True)))
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_stream_of_a_closed_engine_holds_no_kv_cache(no_collector: None) -> None:
-    """A client that reads slowly keeps its stream, and thereby the engine object, for long."""
+def test_stream_of_a_closed_engine_keeps_no_kv_cache(no_collector: None) -> None:
+    """A slow client keeps its stream and therefore the engine object, but not the KV cache."""
     engine = engine_of(small(), "p-eagle")
     stream = engine.add([5, 6, 7], max_tokens=40)
     engine.step()
@@ -109,7 +109,7 @@ def test_stream_of_a_closed_engine_holds_no_kv_cache(no_collector: None) -> None
     assert engine.status()["finished"] == {"error": 1} and not engine.busy
     engine.check_integrity()
     stream.abort()
-    engine.close()  # A second time changes nothing.
+    engine.close()  # Closing twice is allowed.
     with pytest.raises(RequestFailed, match="the engine was closed"):
         list(stream)
     with pytest.raises(UserError, match="closed"):
@@ -142,8 +142,8 @@ def packed_matrices(engine: Engine) -> list[int]:
     return [id(weight.matrix) for weight in weights]
 
 
-def test_packed_copy_is_made_of_its_own_weight() -> None:
-    """A weight at the address of a freed one must not get the freed one's copy."""
+def test_packed_copy_belongs_to_its_weight() -> None:
+    """A weight at the address of a freed one must not get the packed copy of that one."""
     if not can_pack(one := torch.ones(64, 64, dtype=torch.bfloat16)) and not can_reorder(one):
         pytest.skip("nothing is packed on this CPU")
     x = torch.ones(3, 64, dtype=torch.bfloat16)
@@ -159,7 +159,7 @@ def test_packed_copy_is_made_of_its_own_weight() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_pair_keeps_few_engines(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a lookahead, as on a GPU, a pass is still in flight when an answer has ended."""
+    """With a lookahead, as on a GPU, a pass is in flight when an answer has ended."""
 
     def build(*args: Any) -> Engine:
         engine = Engine(*args)
@@ -181,7 +181,7 @@ def test_pair_keeps_few_engines(lookahead: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_pair_closes_no_engine_that_is_answering() -> None:
-    """A listener may ask the same pair for other answers meanwhile."""
+    """A listener may use the same pair for other answers during a step."""
     pair = small_with_words()
     nested = []
 
@@ -195,7 +195,7 @@ def test_pair_closes_no_engine_that_is_answering() -> None:
 
 
 def test_pair_closes_no_engine_whose_answer_is_not_read() -> None:
-    """Another thread's step may complete an answer, before its own thread reads it."""
+    """A step in another thread may complete an answer before its own thread reads it."""
     pair = pair_of(small().target, small().loaded_drafters)
     with pair._engine(EngineKey("p-eagle", 2, 0, None, False, 256)) as engine:
         stream = engine.add([5, 6, 7], max_tokens=6)
@@ -251,7 +251,7 @@ def test_close_waits_for_the_step_of_another_thread() -> None:
     assert not errors and not engine.loop.run()  # A step after the release does nothing.
 
 
-def test_memory_that_is_left_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_reserved_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for the trainer of `peagle serve --learn` on the same GPU."""
     pair = pair_of(make_target())
     page_bytes = 1 << 20

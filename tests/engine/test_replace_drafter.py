@@ -1,4 +1,4 @@
-"""Engine.replace_drafter: requests go on, answers stay the same, drafts are the new version's."""
+"""Engine.replace_drafter: requests continue with the same answers and drafts of the new version."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ from peagle.target import Target
 from tests.support.engine.decoding import tokens_of
 from tests.support.engine.engines import (
     TIGHT,
-    Asked,
-    alone,
+    EngineRequest,
     engine_of,
     pair_of,
+    reference_steps,
     some_requests,
     steps_of,
 )
@@ -42,15 +42,15 @@ from tests.support.models.tiny_models import make_drafter
 from tests.support.waiting import wait_for
 
 COUNT = 30  # tokens of an answer
-ASKED = some_requests(14, seed=4, max_tokens=COUNT, ignore_eos=True)
+REQUESTS = some_requests(14, seed=4, max_tokens=COUNT, ignore_eos=True)
 PROMPT = [9, 40, 41, 17, 60, 33]
 
 
 def serve_with_swaps(
-    engine: Engine, asked: list[Asked], swap: Callable[[], None], every: int
+    engine: Engine, requests: list[EngineRequest], swap: Callable[[], None], every: int
 ) -> list[list[int]]:
-    """A request comes every second step; the drafter is replaced every so many steps."""
-    waiting = list(asked)
+    """Add a request every second step, and replace the drafter after every `every` steps."""
+    waiting = list(requests)
     streams = []
     step = 0
     while waiting or engine.busy:
@@ -70,7 +70,7 @@ def serve_with_swaps(
 @cache
 def answers_of(target: Target) -> list[list[int]]:
     pair = pair_of(target)
-    return [tokens_of(alone(pair, "none", ids, **settings)) for ids, settings in ASKED]
+    return [tokens_of(reference_steps(pair, "none", ids, **settings)) for ids, settings in REQUESTS]
 
 
 def without_drafts(each: Versions) -> list[list[int]]:
@@ -87,24 +87,24 @@ def test_answers_stay_the_same(kind: str) -> None:
     numbers = iter(range(1, 1000))
     drafters = cycle([each.second, each.first])
     answers = serve_with_swaps(
-        engine, ASKED, lambda: engine.replace_drafter(next(drafters), next(numbers)), every=10
+        engine, REQUESTS, lambda: engine.replace_drafter(next(drafters), next(numbers)), every=10
     )
     assert answers == without_drafts(each)
     status = engine.status()
     assert status["drafter_version"] >= 4
     assert status["preemptions"] and status["prefix_hits"]
-    assert engine.metrics.finished.total() == len(ASKED)
+    assert engine.metrics.finished.total() == len(REQUESTS)
 
 
-def test_replaced_from_another_thread() -> None:
-    """While the engine's own thread is serving; no swap waits until the engine is idle."""
+def test_replacement_from_another_thread() -> None:
+    """Swaps do not wait until the engine, which runs in its own thread, is idle."""
     each = versions("p-eagle")
     options: dict[str, Any] = {"method": "p-eagle", "k": 4, "thread": True, **TIGHT}
     stopped = threading.Event()
     versions_in_use = []
 
     def serve_during_three_swaps() -> bool:
-        ids, settings = ASKED[0]
+        ids, settings = REQUESTS[0]
         steps_of(engine.add(ids, **settings))
         return len(versions_in_use) >= 3
 
@@ -118,7 +118,7 @@ def test_replaced_from_another_thread() -> None:
 
     with Engine(each.pair(each.first), EngineConfig(**options)) as engine:
         thread = threading.Thread(target=replace_often, args=(engine,))
-        streams = [engine.add(ids, **settings) for ids, settings in ASKED]
+        streams = [engine.add(ids, **settings) for ids, settings in REQUESTS]
         thread.start()
         answers = [tokens_of(steps_of(stream)) for stream in streams]
         wait_for(serve_during_three_swaps)
@@ -128,7 +128,7 @@ def test_replaced_from_another_thread() -> None:
     assert answers == without_drafts(each)
 
 
-def test_engines_of_one_pair_are_replaced_one_by_one() -> None:
+def test_engines_of_a_pair_are_replaced_separately() -> None:
     each = versions("p-eagle")
     pair = each.pair(each.first)
     first, second = (engine_of(pair, "p-eagle", k=4, prefix_caching=False) for _ in range(2))
@@ -138,7 +138,7 @@ def test_engines_of_one_pair_are_replaced_one_by_one() -> None:
     new = proposals(first, PROMPT)
     second.replace_drafter(each.second, version=1)
     assert new != old and proposals(second, PROMPT) == new
-    first.replace_drafter(each.first)  # The first version is as it was.
+    first.replace_drafter(each.first)  # The first version has not changed.
     assert proposals(first, PROMPT) == old
     assert [engine.status()["drafter_version"] for engine in (first, second)] == [0, 1]
 
@@ -153,7 +153,7 @@ def no_c_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_proposals(each: Versions, **options: Any) -> None:
-    """They are those of a new engine, for a new request."""
+    """Drafts after a swap equal those of a new engine with the new version."""
     options |= {"prefix_caching": False, "kv_tokens": 600}
     engine = each.engine(each.first, **options)
     old = proposals(engine, PROMPT)
@@ -164,7 +164,7 @@ def check_proposals(each: Versions, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SHAPES if "adaptive" not in kind])
-def test_drafts_are_those_of_a_new_engine(kind: str) -> None:
+def test_drafts_equal_those_of_a_new_engine(kind: str) -> None:
     check_proposals(versions(kind), **SHAPES[kind])
 
 
@@ -187,7 +187,7 @@ def test_drafts_without_c_kernels(method: Method, dtype: torch.dtype, no_c_kerne
 def tensors_of(
     x: Any, path: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that an object refers to, with its path; the KV cache excepted."""
+    """Every tensor that an object refers to, with its path, except those of the KV cache."""
     seen = set() if seen is None else seen
     if isinstance(x, Tensor):
         yield path, x
@@ -229,7 +229,7 @@ def all_weights(each: Versions) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [kind for kind in SHAPES if "adaptive" not in kind])
 def test_weights_are_overwritten_in_place(kind: str, no_c_kernels: None) -> None:
-    """On a GPU graphs read them: none may move, and none may be forgotten."""
+    """CUDA graphs read the weights, so all are replaced, and none may move."""
     each = versions(kind)
     options = SHAPES[kind] | {"prefix_caching": False, "kv_tokens": 600}
     engine, new = (each.engine(drafter, **options) for drafter in (each.first, each.second))
@@ -261,7 +261,7 @@ def test_graphs_on_cuda(shape: dict[str, Any]) -> None:
     graphs = len(engine.loop.stepper.graphs)
     assert engine.loop.graphs.enabled and graphs
     drafters = cycle([each.second, each.first])
-    answers = serve_with_swaps(engine, ASKED, lambda: engine.replace_drafter(next(drafters)), 10)
+    answers = serve_with_swaps(engine, REQUESTS, lambda: engine.replace_drafter(next(drafters)), 10)
     assert answers == expected
     assert engine.loop.graphs.enabled and len(engine.loop.stepper.graphs) >= graphs
     if options["k"] != "auto":
@@ -280,7 +280,7 @@ def check_graph_proposals(each: Versions, **options: Any) -> None:
     assert proposals(engine, PROMPT) == old
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused drafters -----------------------------------------------------------------------------
 
 
 def with_config(**changes: Any) -> Callable[[Versions], Drafter]:
@@ -343,8 +343,8 @@ def test_another_draft_vocabulary_is_refused() -> None:
         each.engine(each.first).replace_drafter(drafter)
 
 
-def test_the_window_of_the_engine_stays() -> None:
-    """It replaces that of the drafter, whatever that is."""
+def test_the_window_of_the_engine_is_kept() -> None:
+    """`drafter_window` overrides the window of every version."""
     each = versions("p-eagle")
     options = {"k": 4, "drafter_window": 64, "prefix_caching": False}
     engine = each.engine(each.first, **options)

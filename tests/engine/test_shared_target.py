@@ -1,4 +1,4 @@
-"""Engines that share a target do not notice each other, not even in the middle of a pass."""
+"""Engines that share a target do not affect each other, even during a pass."""
 
 import gc
 import threading
@@ -18,11 +18,11 @@ from peagle.engine.model.verifier import build_verifier
 from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.support.engine.decoding import tokens_of
-from tests.support.engine.engines import alone, engine_of, pair_of, serve
+from tests.support.engine.engines import engine_of, pair_of, reference_steps, serve
 from tests.support.models.tiny_models import AUX, make_drafter, make_target
 
 COUNT = 12  # tokens of an answer
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3}  # varied tokens
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3}  # Sampling gives varied tokens.
 SETTINGS: dict[str, Any] = {"max_tokens": COUNT, "ignore_eos": True, **SAMPLED}
 PROMPTS = [[5 + i, 6, 7, 8, 9 + i] for i in range(3)]
 
@@ -38,13 +38,13 @@ def answers(pair: LoadedPair, method: Method) -> list[list[int]]:
 
 
 def expected(pair: LoadedPair) -> list[list[int]]:
-    steps = [alone(pair, "none", ids, **SETTINGS) for ids in PROMPTS]
+    steps = [reference_steps(pair, "none", ids, **SETTINGS) for ids in PROMPTS]
     pair.target.tap(())
     return [tokens_of(answer) for answer in steps]
 
 
 def run_inside_passes(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]) -> None:
-    """Do the work in another thread, once, while a pass is in the middle of its layers."""
+    """Run `work` once in another thread, while a pass is between two layers."""
     own = hf_paged.attend_by_blocks
     calls = iter(range(1 << 20))
 
@@ -63,7 +63,7 @@ def run_inside_passes(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None])
     [("gemma2", "none"), ("gemma2", "p-eagle"), ("gemma3", "p-eagle")],
 )
 def test_two_engines(name: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is built and answers while the first is in the middle of a pass."""
+    """The second engine is built and answers during a pass of the first one."""
     pair = drafting_pair(name)
     right = expected(pair)
     others: list[list[list[int]]] = []
@@ -91,7 +91,7 @@ def test_generate_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2"])
 def test_generate_in_several_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share an engine, whose steps run one after the other."""
+    """The threads share an engine, whose steps run one after the other."""
     pair = drafting_pair(name)
     monkeypatch.setattr(LoadedPair, "decode", lambda self, ids: "")
 
@@ -106,7 +106,7 @@ def test_generate_in_several_threads(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gemma2"])
 def test_engines_with_threads(name: str) -> None:
-    """Both run as a server runs them."""
+    """Both engines run in their own threads, as in a server."""
     pair = drafting_pair(name)
     right = expected(pair)
     engines = [
@@ -126,22 +126,22 @@ def test_taps_of_passes_in_two_threads() -> None:
     target.tap(AUX)
     ids = torch.arange(6, 20)
     right, short = target.forward(ids).hidden, target.forward(ids[:5]).hidden
-    found: list[torch.Tensor] = []
+    taps: list[torch.Tensor] = []
 
     def other_pass(*_: Any) -> None:
-        if not found:
-            found.append(torch.empty(0))
-            thread = threading.Thread(target=lambda: found.append(target.forward(ids[:5]).hidden))
+        if not taps:
+            taps.append(torch.empty(0))
+            thread = threading.Thread(target=lambda: taps.append(target.forward(ids[:5]).hidden))
             thread.start()
             thread.join()
 
     target.layers[4].register_forward_hook(other_pass)  # between two taps
     assert torch.equal(target.forward(ids).hidden, right)
-    assert torch.equal(found[1], short)
+    assert torch.equal(taps[1], short)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "gemma2"])
-def test_an_engine_leaves_the_target_as_it_was(name: str) -> None:
+def test_an_engine_does_not_change_the_target(name: str) -> None:
     target = make_target(name)
     target.tap(AUX)
     before = target.model.config._attn_implementation
@@ -168,7 +168,7 @@ def test_the_copy_of_the_model_has_no_weights_of_its_own() -> None:
 def test_the_copy_of_a_fused_target_is_freed_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the garbage collector, whose oldest generation seldom runs in a server."""
+    """It is freed by reference counts, because a server rarely collects the oldest generation."""
     copies: list[weakref.ref[Any]] = []
     own = Target.private_model
 
@@ -188,9 +188,9 @@ def test_the_copy_of_a_fused_target_is_freed_at_once(
 
 def test_hooks_of_the_user_work_in_an_engine() -> None:
     target = make_target("qwen3-moe")
-    right = tokens_of(alone(pair_of(target), "none", PROMPTS[0], **SETTINGS))
+    right = tokens_of(reference_steps(pair_of(target), "none", PROMPTS[0], **SETTINGS))
     target.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
-    patched = tokens_of(alone(pair_of(target), "none", PROMPTS[0], **SETTINGS))
+    patched = tokens_of(reference_steps(pair_of(target), "none", PROMPTS[0], **SETTINGS))
     assert patched != right
     [steps] = serve(engine_of(pair_of(target), "none"), [(PROMPTS[0], SETTINGS)])
     assert tokens_of(steps) == patched

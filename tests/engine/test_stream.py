@@ -1,4 +1,4 @@
-"""Answers as they come, to threads and to asyncio; given up by their owner, or by the engine."""
+"""Streams of answers for threads and asyncio: pieces, aborts, and failures of the engine."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -11,9 +11,16 @@ from peagle.core import Step
 from peagle.engine import Engine, EngineConfig
 from peagle.engine.stream import RequestFailed, Stream, StreamPiece
 from peagle.errors import UserError
-from tests.support.engine.engines import TIGHT, alone, engine_of, small, some_requests, steps_of
+from tests.support.engine.engines import (
+    TIGHT,
+    engine_of,
+    reference_steps,
+    small,
+    some_requests,
+    steps_of,
+)
 
-ASKED = some_requests(10, seed=21, max_tokens=12)
+REQUESTS = some_requests(10, seed=21, max_tokens=12)
 
 
 @pytest.fixture
@@ -25,7 +32,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[Step]]:
-    return [alone(small(), "p-eagle", ids, **options) for ids, options in ASKED]
+    return [reference_steps(small(), "p-eagle", ids, **options) for ids, options in REQUESTS]
 
 
 def within(coroutine: Any, seconds: float = 60) -> Any:
@@ -36,10 +43,10 @@ def within(coroutine: Any, seconds: float = 60) -> Any:
 
 
 def test_threads(engine: Engine, expected) -> None:
-    with ThreadPoolExecutor(len(ASKED)) as pool:
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
         answers = [
-            pool.submit(lambda ids, options: steps_of(engine.add(ids, **options)), *asked)
-            for asked in ASKED
+            pool.submit(lambda ids, options: steps_of(engine.add(ids, **options)), *requests)
+            for requests in REQUESTS
         ]
         assert [answer.result(timeout=60) for answer in answers] == expected
 
@@ -49,19 +56,19 @@ async def collect(stream: Stream) -> list[StreamPiece]:
 
 
 def test_asyncio(engine: Engine, expected) -> None:
-    async def everybody() -> list[list[StreamPiece]]:
+    async def collect_all() -> list[list[StreamPiece]]:
         return await asyncio.gather(
-            *(collect(engine.add(ids, **options)) for ids, options in ASKED)
+            *(collect(engine.add(ids, **options)) for ids, options in REQUESTS)
         )
 
-    answers = within(everybody())
+    answers = within(collect_all())
     assert [[piece.step for piece in pieces if piece.step] for pieces in answers] == expected
     assert all(
         pieces[-1].reason in ("stop", "length") and pieces[-1].step is None for pieces in answers
     )
 
 
-def test_a_piece_a_step(prompt) -> None:
+def test_one_piece_per_step(prompt) -> None:
     engine = engine_of(small(), "p-eagle")
     stream = engine.add(prompt(13), max_tokens=12, ignore_eos=True)
     assert stream.prompt_tokens == 13 and stream.poll() == []
@@ -83,12 +90,12 @@ def test_a_piece_a_step(prompt) -> None:
 
 def test_abort_in_the_middle_and_while_waiting(expected) -> None:
     engine = engine_of(small(), "p-eagle", max_batch=1)
-    first, second, third = (engine.add(*ASKED[0][:1], **ASKED[0][1]) for _ in range(3))
+    first, second, third = (engine.add(*REQUESTS[0][:1], **REQUESTS[0][1]) for _ in range(3))
     for _ in range(2):
         engine.step()
     second.abort()
     first.abort()
-    first.abort()  # once is enough
+    first.abort()  # A second abort has no effect.
     engine.check_integrity()
     assert [piece.reason for piece in second] == ["abort"]
     pieces = list(first)
@@ -96,13 +103,13 @@ def test_abort_in_the_middle_and_while_waiting(expected) -> None:
     engine.drain()
     assert steps_of(third) == expected[0]
     assert engine.status()["finished"]["abort"] == 2
-    third.abort()  # too late
+    third.abort()  # The answer has ended.
     engine.check_integrity()
 
 
 def test_an_old_stream_does_not_abort_a_new_request_with_its_id(expected) -> None:
     engine = engine_of(small(), "p-eagle")
-    ids, options = ASKED[0]
+    ids, options = REQUESTS[0]
     old = engine.add(ids, id="chat", **options)
     engine.drain()
     new = engine.add(ids, id="chat", **options)
@@ -154,10 +161,10 @@ def test_abort_between_two_parts_of_a_step(prompt, release: int) -> None:
 
 
 def test_abort_from_other_threads(engine: Engine, expected) -> None:
-    """At any moment of a step: the loop goes on."""
+    """Aborts at any time during a step do not stop the loop."""
 
     def answer(i: int) -> list[StreamPiece]:
-        ids, options = ASKED[i % len(ASKED)]
+        ids, options = REQUESTS[i % len(REQUESTS)]
         stream, pieces = engine.add(ids, **options), []
         if i % 3 == 0:
             stream.abort()
@@ -172,8 +179,8 @@ def test_abort_from_other_threads(engine: Engine, expected) -> None:
             future.result(timeout=60) for future in [pool.submit(answer, i) for i in range(60)]
         ]
     for i, pieces in enumerate(answers):
-        steps, truth = [piece.step for piece in pieces if piece.step], expected[i % len(ASKED)]
-        assert steps == (truth[: len(steps)] if pieces[-1].reason == "abort" else truth)
+        steps, right = [piece.step for piece in pieces if piece.step], expected[i % len(REQUESTS)]
+        assert steps == (right[: len(steps)] if pieces[-1].reason == "abort" else right)
         assert i % 3 != 2 or pieces[-1].reason != "abort"
 
 
@@ -181,33 +188,33 @@ def test_abort_from_other_threads(engine: Engine, expected) -> None:
 def test_abort_between_plan_and_launch(
     monkeypatch: pytest.MonkeyPatch, which: str, expected
 ) -> None:
-    """What another thread may do: the step has been planned, and one of its requests is gone."""
+    """Another thread may abort a request of a step that is already planned."""
     engine = engine_of(small(), "p-eagle")
-    streams = [engine.add(ids, **options) for ids, options in ASKED[:3]]
+    streams = [engine.add(ids, **options) for ids, options in REQUESTS[:3]]
     if which == "decode":
         while engine.loop.scheduler.waiting or any(
             request.status == "prefill" for request in engine.loop.scheduler.running
         ):
             engine.step()
-    launch, gone = getattr(engine.loop, f"_{which}"), []
+    launch, aborted = getattr(engine.loop, f"_{which}"), []
 
-    def late(*args: Any, **kwargs: Any) -> None:
-        if not gone:
-            gone.append(True)
+    def abort_and_launch(*args: Any, **kwargs: Any) -> None:
+        if not aborted:
+            aborted.append(True)
             streams[0].abort()
         launch(*args, **kwargs)
 
-    monkeypatch.setattr(engine.loop, f"_{which}", late)
+    monkeypatch.setattr(engine.loop, f"_{which}", abort_and_launch)
     engine.drain()
     engine.check_integrity()
-    assert gone and list(streams[0])[-1].reason == "abort"
+    assert aborted and list(streams[0])[-1].reason == "abort"
     assert [steps_of(stream) for stream in streams[1:]] == expected[1:3]
 
 
-def test_close_fails_who_waits() -> None:
+def test_close_fails_waiting_requests() -> None:
     engine = Engine(small(), EngineConfig(method="p-eagle", k=3, **TIGHT | {"max_batch": 1}))
     with engine.loop.lock:
-        streams = [engine.add(ids, **options) for ids, options in ASKED[:4]]
+        streams = [engine.add(ids, **options) for ids, options in REQUESTS[:4]]
     engine.close()
     engine.close()
     for stream in streams[1:]:
@@ -219,8 +226,8 @@ def test_close_fails_who_waits() -> None:
     engine.check_integrity()
 
 
-def test_asyncio_sees_what_came_before_a_failure(prompt) -> None:
-    """Pieces that came at once with the error are not lost."""
+def test_asyncio_gets_pieces_before_a_failure(prompt) -> None:
+    """Pieces that arrive together with the error are delivered."""
     engine = engine_of(small(), "none")
     stream = engine.add(prompt(5), max_tokens=9)
     for _ in range(3):
@@ -237,22 +244,22 @@ def test_asyncio_sees_what_came_before_a_failure(prompt) -> None:
     assert len(seen) == 3 and stream.ended
 
 
-def test_a_listener_that_goes_away_harms_nobody(engine: Engine, expected) -> None:
-    """Its event loop is closed while its request still runs."""
+def test_a_disconnected_listener_does_not_affect_others(engine: Engine, expected) -> None:
+    """The event loop of a client is closed while its request runs."""
 
-    async def impatient(stream: Stream) -> None:
+    async def read_one_piece(stream: Stream) -> None:
         async for _ in stream:
             break
 
-    ids, options = ASKED[0]
+    ids, options = REQUESTS[0]
     for _ in range(5):
-        within(impatient(engine.add(ids, max_tokens=150, ignore_eos=True)))
+        within(read_one_piece(engine.add(ids, max_tokens=150, ignore_eos=True)))
     with ThreadPoolExecutor() as pool:
         assert pool.submit(steps_of, engine.add(ids, **options)).result(timeout=60) == expected[0]
 
 
 def test_a_listener_may_abort_on_the_last_token(prompt) -> None:
-    """The answer is complete, its end is not reported yet, and the abort comes in between."""
+    """The abort comes after the last token and before the end is reported."""
     engine = engine_of(small(), "none", kv_tokens=None)
     stream, other = (engine.add(prompt(n), max_tokens=3, ignore_eos=True) for n in (5, 6))
     pieces: list[StreamPiece] = []

@@ -1,4 +1,4 @@
-"""Draft trees: they hold the most likely nodes, and verifying them never changes an answer."""
+"""Draft trees have the most likely nodes, and do not change answers."""
 
 import itertools
 import random
@@ -22,14 +22,14 @@ from peagle.loaded import LoadedPair
 from peagle.target import Target
 from tests.support.engine.decoding import tokens_of, transformers_generate
 from tests.support.engine.engines import (
-    ASKED,
     COUNT,
     MIXED,
-    alone,
+    REQUESTS,
     ask,
     engine_of,
     one_by_one,
     pair_of,
+    reference_steps,
     serve,
     small,
     some_requests,
@@ -44,7 +44,7 @@ K = 4
 NODES = 12
 
 
-def test_the_most_likely_nodes_are_in_the_tree() -> None:
+def test_a_tree_has_the_most_likely_nodes() -> None:
     """Compare with all continuations, where each token depends on the one before it."""
     logp = torch.randn(1, 3, 5, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     sums = {}
@@ -78,7 +78,9 @@ def test_shapes() -> None:
     small = DraftShape(7, 16)
     chained = DraftShape(5, 5)
     assert verifiable_shape(big, [big, big]) == big and verifiable_shape(small, [big]) == small
-    assert verifiable_shape(big, [small, big]) == small, "as much of the tree as all requests have"
+    assert verifiable_shape(big, [small, big]) == small, (
+        "the shape must be the largest that all requests have"
+    )
     assert verifiable_shape(big, [chained]) == chained
     assert verifiable_shape(DraftShape(5, 5), [big]) == chained
     assert verifiable_shape(big, [NO_DRAFT]) == NO_DRAFT
@@ -96,7 +98,7 @@ def test_shapes() -> None:
         (8, True, 7),
     ],
 )
-def test_how_deep_adaptive_drafting_goes(tree: int, deep: bool, k: int) -> None:
+def test_the_depth_of_adaptive_drafting(tree: int, deep: bool, k: int) -> None:
     """On a GPU rows are nearly free; a tree has more nodes than depths."""
     assert max_draft_k("auto", tree, small().pair.k, deep) == k
     assert candidate_shapes(k, tree)[-1] == DraftShape(k, tree or k)
@@ -110,16 +112,14 @@ def branching(any_target: Target) -> LoadedPair:
     return pair_of(any_target, {"p-eagle": make_drafter(any_target, "p-eagle", 2)})
 
 
-def test_whatever_is_accepted(branching: LoadedPair) -> None:
-    generated = [transformers_generate(branching.target, ids, COUNT) for ids, _ in ASKED]
+def test_accepted_drafts_do_not_change_answers(branching: LoadedPair) -> None:
+    generated = [transformers_generate(branching.target, ids, COUNT) for ids, _ in REQUESTS]
     engine = engine_of(branching, "p-eagle", K, tree=NODES, kv_tokens=140)
-    chance = random.Random(1)
-    streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
+    rng = random.Random(1)
+    streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(REQUESTS)]
     while engine.step():
         engine.check_integrity()
-        plant_trees(
-            engine, {str(i): answer for i, answer in enumerate(generated)}, chance, K, NODES
-        )
+        plant_trees(engine, {str(i): answer for i, answer in enumerate(generated)}, rng, K, NODES)
     answers = [steps_of(stream) for stream in streams]
     assert [tokens_of(steps) for steps in answers] == generated
     assert {step.accepted for step in chain(*answers)} >= {0, 1, 2, 3}
@@ -130,50 +130,54 @@ def test_whatever_is_accepted(branching: LoadedPair) -> None:
 
 
 @pytest.mark.parametrize("nodes", [2 * NODES, 40])
-def test_more_is_accepted_and_the_answers_stay(nodes: int) -> None:
-    asked = some_requests(12, seed=1, max_tokens=30, ignore_eos=True)
+def test_trees_accept_more_and_do_not_change_answers(nodes: int) -> None:
+    requests = some_requests(12, seed=1, max_tokens=30, ignore_eos=True)
     engine = engine_of(small(), "p-eagle", K, tree=nodes, kv_tokens=400)
     assert engine.loop.stepper.drafter is not None
-    # A drafter of 45 training steps is more certain than its probabilities say.
+    # After 45 training steps, the probabilities of a drafter are too low.
     engine.loop.stepper.drafter.branching.calibration = (4.0,)
-    answers = serve(engine, asked)
-    alone_ = [alone(small(), "p-eagle", ids, K, **settings) for ids, settings in asked]
-    assert [tokens_of(steps) for steps in answers] == [tokens_of(steps) for steps in alone_]
+    answers = serve(engine, requests)
+    expected = [
+        reference_steps(small(), "p-eagle", ids, K, **settings) for ids, settings in requests
+    ]
+    assert [tokens_of(steps) for steps in answers] == [tokens_of(steps) for steps in expected]
     chains = engine_of(small(), "p-eagle", K, kv_tokens=400)
-    serve(chains, asked)
+    serve(chains, requests)
     assert engine.metrics.acceptance_length > 1.02 * chains.metrics.acceptance_length
 
 
 @pytest.mark.parametrize("k", [K, "auto"])
-def test_a_seed_gives_the_same_answer_beside_anybody(k: int | str) -> None:
-    asked = list(enumerate(MIXED))
-    random.Random(2).shuffle(asked)
+def test_a_seed_gives_the_same_answer_in_any_batch(k: int | str) -> None:
+    requests = list(enumerate(MIXED))
+    random.Random(2).shuffle(requests)
     engine = engine_of(small(), "p-eagle", k, tree=NODES, kv_tokens=200)
-    answers = serve(engine, [each for _, each in asked])
-    assert [tokens_of(steps) for steps in answers] == [one_by_one()[i] for i, _ in asked]
+    answers = serve(engine, [each for _, each in requests])
+    assert [tokens_of(steps) for steps in answers] == [one_by_one()[i] for i, _ in requests]
     assert engine.metrics.k_steps[NODES]
 
 
 @pytest.mark.parametrize("left", [1, 2, K, NODES])
-def test_up_to_the_very_end_of_the_context(left: int, prompt) -> None:
-    """Nodes lie behind the end of the context, and no token does."""
+def test_answers_fill_the_context(left: int, prompt) -> None:
+    """Nodes may be beyond the end of the context, but tokens may not."""
     context = small().target.context
     ids = prompt(context - left)
     engine = engine_of(small(), "p-eagle", K, tree=NODES, kv_tokens=None)
     tokens, pieces = ask(engine, ids, max_tokens=99, ignore_eos=True)
-    assert tokens == tokens_of(alone(small(), "none", ids, max_tokens=99, ignore_eos=True))
+    assert tokens == tokens_of(
+        reference_steps(small(), "none", ids, max_tokens=99, ignore_eos=True)
+    )
     assert len(tokens) == left and pieces[-1].reason == "length"
 
 
 def test_logprobs_are_those_of_the_accepted_path() -> None:
-    asked = [
+    requests = [
         (ids, settings | {"logprobs": 2})
         for ids, settings in some_requests(5, seed=4, max_tokens=12)
     ]
     results = []
     for options in ({"method": "none"}, {"method": "p-eagle", "k": K, "tree": NODES}):
         engine = engine_of(small(), kv_tokens=300, **options)
-        streams = [engine.add(ids, **settings) for ids, settings in asked]
+        streams = [engine.add(ids, **settings) for ids, settings in requests]
         engine.drain()
         results.append([each for stream in streams for piece in stream for each in piece.logprobs])
     plain, with_trees = ([(each.token, each.rank) for each in result] for result in results)
@@ -183,7 +187,7 @@ def test_logprobs_are_those_of_the_accepted_path() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
-def test_the_distribution_is_the_processed_targets(option: dict) -> None:
+def test_samples_follow_the_processed_distribution(option: dict) -> None:
     """Random trees, 4,000 seeds, all answers of three tokens: chi-square test at level 1e-3."""
     runs = 4000
     vocab = 6
@@ -191,11 +195,11 @@ def test_the_distribution_is_the_processed_targets(option: dict) -> None:
     exact, sampler = three_tokens(option, runs, vocab)
     outputs: list[list[int]] = [[] for _ in range(runs)]
     accepted = 0
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     while min(map(len, outputs)) < 3:
-        tree = tree_topology(torch.randn(runs, 2, 1, 4, generator=chance), nodes)
-        # four of six tokens at each depth
-        drafts = torch.rand(runs, 2, vocab, generator=chance).argsort(-1)
+        tree = tree_topology(torch.randn(runs, 2, 1, 4, generator=rng), nodes)
+        # Four of six tokens are candidates at each depth.
+        drafts = torch.rand(runs, 2, vocab, generator=rng).argsort(-1)
         drafts = drafts[torch.arange(runs)[:, None], tree.depths.long() - 1, tree.candidates]
         rows = torch.stack(
             [torch.stack(rows_of(outputs[b], drafts[b], tree.masks[b], vocab)) for b in range(runs)]
@@ -235,7 +239,7 @@ def rows_of(
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_chunks_of_a_prompt_leave_the_context_of_one(bidirectional: bool, prompt) -> None:
+def test_chunked_prompts_give_the_same_kv_cache(bidirectional: bool, prompt) -> None:
     """Mask rows attend to each other; the rows of an unfinished prompt do not."""
     target = make_target(seed=7)
     drafter = make_drafter(target, "p-eagle", 3, bidirectional=bidirectional)
@@ -255,8 +259,8 @@ def test_chunks_of_a_prompt_leave_the_context_of_one(bidirectional: bool, prompt
     torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
 
 
-def test_a_slot_without_a_tree_breaks_nothing() -> None:
-    """Copies of one node everywhere: no row outside the block is read."""
+def test_a_slot_without_a_tree_is_harmless() -> None:
+    """With copies of one node, no row outside of the block is read."""
     rows = 9
     k = 3
     parents = torch.zeros(1, 8).int()
@@ -291,7 +295,7 @@ def test_a_grammar_restricts_adaptive_drafting_to_chains() -> None:
 
 
 @pytest.mark.parametrize("nodes", [0, 31])
-def test_draft_confidence_that_does_not_come_true_is_not_trusted(nodes: int) -> None:
+def test_wrong_draft_confidence_is_ignored(nodes: int) -> None:
     policy = AdaptivePolicy(candidate_shapes(7, nodes))
     last = Counter[DraftShape]()
     for step in range(1500):

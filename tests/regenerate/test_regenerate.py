@@ -115,7 +115,7 @@ def test_resuming_keeps_complete_records(chat: Target, tmp_path: Path, torn: int
     assert regenerate(chat, some(), tmp_path / "killed", SETTINGS).as_dict()["answered"] == 0
 
 
-def test_an_interrupted_job_keeps_what_it_wrote(chat: Target, tmp_path: Path) -> None:
+def test_an_interrupted_job_keeps_its_records(chat: Target, tmp_path: Path) -> None:
     def interrupt(done: int, total: int, tokens: int) -> None:
         if done >= 5:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Grammars, and a pair whose tokens spell them."""
+"""Grammars, and pairs whose tokenizers have their characters."""
 
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,8 @@ LONG = (
 VOCAB = [*SPECIAL, *'{}[]":,-.\\_', "Ġ", "Ċ", *digits, *ascii_lowercase, *LONG, *ascii_uppercase][
     :96
 ]
-COMPACT = {"x-guidance": {"whitespace_pattern": " "}}  # else a random target writes little else
+# Otherwise random targets generate mostly whitespace.
+COMPACT = {"x-guidance": {"whitespace_pattern": " "}}
 BOB: dict[str, Any] = COMPACT | {
     "type": "object",
     "properties": {
@@ -59,7 +60,7 @@ BOB: dict[str, Any] = COMPACT | {
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of 96 tokens: what JSON is made of, and some longer ones."""
+    """A byte-level tokenizer of 96 tokens: the characters of JSON, and some longer tokens."""
     model = Tokenizer(models.BPE({token: i for i, token in enumerate(VOCAB)}, []))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
@@ -82,7 +83,7 @@ def bound_pair(device: str = "cpu") -> LoadedPair:
 
 
 def bound_folder(root: Path) -> Path:
-    """A target with the same tokenizer, and a drafter, on disk: `target` and `p-eagle`."""
+    """Save a target with the same tokenizer and a drafter: `target` and `p-eagle`."""
     target = make_target(seed=3, num_hidden_layers=7)
     target.model.save_pretrained(root / "target")
     letters().save_pretrained(root / "target")
@@ -91,7 +92,7 @@ def bound_folder(root: Path) -> Path:
     return root
 
 
-# The parser accepts its beginning, and reaches its limit of items near the end.
+# The parser accepts the start of its text, but reaches its item limit later.
 LATE = Grammar.json(
     COMPACT
     | {
@@ -126,9 +127,9 @@ FUZZ_GRAMMARS = (
 
 
 def spelling_target(name: str = "llama", seed: int = 0) -> Target:
-    """A tiny random target of an architecture, whose tokens spell these grammars.
+    """A tiny random target of an architecture with the tokenizer `letters`.
 
-    The word-level tokenizer of other tests cannot: llguidance needs the bytes of each token.
+    Other tests have a word-level tokenizer, but llguidance needs the bytes of each token.
     """
     target = make_target(name, seed)
     target.tokenizer = letters()
@@ -136,5 +137,5 @@ def spelling_target(name: str = "llama", seed: int = 0) -> Target:
 
 
 def small_with_letters() -> LoadedPair:
-    """The pair of three layers with trained drafters; its tokens spell the grammars."""
+    """The pair `small`, with trained drafters and the tokenizer `letters`."""
     return pair_of(Target(small().target.model, letters(), "tiny"), small()._drafters)

@@ -41,8 +41,8 @@ def test_trained_and_served(method: str, tmp_path: Path) -> None:
     drafter = checkpoint.load(trainer.out / "drafter", target, torch.float32)
     assert drafter.config.intermediate_size == WIDTH
     engine = engine_of(pair_of(target, {method: drafter}), method)
-    asked = [(ids, {"max_tokens": 12, "ignore_eos": True}) for ids in prompts(3)]
-    steps = serve(engine, asked)
+    requests = [(ids, {"max_tokens": 12, "ignore_eos": True}) for ids in prompts(3)]
+    steps = serve(engine, requests)
     assert all(sum(len(step.tokens) for step in own) == 12 for own in steps)
     wide = replace(config, init=str(trainer.out / "drafter"), intermediate_size=0)
     with pytest.raises(UserError, match=f"its intermediate_size is {WIDTH}, this run's is"):

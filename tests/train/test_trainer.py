@@ -75,7 +75,7 @@ def test_resuming_is_bit_exact(optimizer: str, method: Method, tmp_path):
     losses and weights of an uninterrupted run.
     """
     settings = {"optimizer": optimizer, "method": method, "packs_per_step": 2, "layers": 2}
-    settings["convolution"] = method == "p-eagle"  # has a learning rate of its own
+    settings["convolution"] = method == "p-eagle"  # A convolution has its own learning rate.
     settings |= {"bits": 4, "rounded": 0.9}  # from the second step on
     uninterrupted = start(config_in(tmp_path / "uninterrupted", **settings))
     expected_entries = train(uninterrupted)

@@ -1,4 +1,4 @@
-"""Exact mode: in bfloat16 too, neither drafts nor other requests can change a token."""
+"""Exact mode: neither drafts nor other requests change a token, also in bfloat16."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -46,14 +46,15 @@ from tests.support.engine.engines import (
 from tests.support.kernels.cpu_features import needs_c
 from tests.support.models.tiny_models import CONFIGS, ENGINE_PATHS, make_drafter, make_target
 
-COUNT = 33  # crosses the ends of at least two pages
+COUNT = 33  # An answer crosses the ends of at least two pages.
 PAGE = 16
-ASKED = some_requests(3, seed=17, max_tokens=COUNT, ignore_eos=True)[1:]  # of 25 and 36 tokens
+# Prompts of 25 and 36 tokens.
+REQUESTS = some_requests(3, seed=17, max_tokens=COUNT, ignore_eos=True)[1:]
 
 
 @cache
 def pair(name: str) -> LoadedPair:
-    """In bfloat16."""
+    """A target in bfloat16 with drafters."""
     target = make_target(name)
     target.model.to(torch.bfloat16)
     return pair_of(
@@ -66,21 +67,21 @@ def pair(name: str) -> LoadedPair:
 
 
 @cache
-def alone(name: str) -> list[list[int]]:
+def expected_answers(name: str) -> list[list[int]]:
     engine = engine_of(pair(name), "none", exact=True, page_size=PAGE, kv_tokens=600, max_batch=1)
-    return [tokens_of(steps) for steps in serve(engine, ASKED)]
+    return [tokens_of(steps) for steps in serve(engine, REQUESTS)]
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_the_same_tokens_with_and_without_drafts(method: Method) -> None:
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
     assert engine.exact and engine.loop.stepper.row_multiple in (1, *ROW_MULTIPLES)
-    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
+    assert [tokens_of(steps) for steps in serve(engine, REQUESTS)] == expected_answers("llama")
 
 
 # Batches: requests share passes where kernels allow it.
 
-MANY = [
+MANY_REQUESTS = [
     (ids, {"max_tokens": 20, "ignore_eos": True, **sampling})
     for i, (ids, _) in enumerate(some_requests(9, seed=23))
     for sampling in [{} if i % 2 else {"temperature": 0.9, "top_p": 0.95, "seed": i}]
@@ -97,11 +98,11 @@ DRAFTING: list[tuple[Method, int, int]] = [  # method, K, nodes of the tree
 
 
 @cache
-def many_alone(name: str) -> list[list[int]]:
-    """One request at a time, without drafts and without a prefix cache."""
+def many_expected(name: str) -> list[list[int]]:
+    """Answers of single requests, without drafts and without a prefix cache."""
     options = {"page_size": PAGE, "kv_tokens": 600, "prefix_caching": False, "max_batch": 1}
     engine = engine_of(pair(name), "none", exact=True, prefill_chunk=600, **options)
-    return [tokens_of(serve(engine, [asked])[0]) for asked in MANY]
+    return [tokens_of(serve(engine, [request])[0]) for request in MANY_REQUESTS]
 
 
 @needs_c
@@ -117,7 +118,7 @@ def many_alone(name: str) -> list[list[int]]:
         for method, k, tree in DRAFTING
     ],
 )
-def test_batches_change_no_bit(name: str, method: Method, k: int, tree: int) -> None:
+def test_batches_do_not_change_tokens(name: str, method: Method, k: int, tree: int) -> None:
     """Staggered arrival, chunks of prompts, shared prefixes, sampling, and pages that run out."""
     kv_tokens = 208 if tree == 40 else 176 if method == "ngram" else 144
     options = {"page_size": PAGE, "kv_tokens": kv_tokens, "max_batch": 8}
@@ -125,7 +126,7 @@ def test_batches_change_no_bit(name: str, method: Method, k: int, tree: int) -> 
     assert engine.exact_mode == "batched"
     batches: list[int] = []
     engine.on_step(lambda record: batches.append(record.batch))
-    assert [tokens_of(steps) for steps in serve(engine, MANY)] == many_alone(name)
+    assert [tokens_of(steps) for steps in serve(engine, MANY_REQUESTS)] == many_expected(name)
     assert max(batches) > 2
     assert engine.status()["preemptions"] > 0 and engine.status()["prefix_hits"] > 0
 
@@ -134,21 +135,21 @@ def test_batches_change_no_bit(name: str, method: Method, k: int, tree: int) -> 
 def test_batches_with_adaptive_drafting() -> None:
     options = {"page_size": PAGE, "kv_tokens": 900, "max_batch": 8}
     engine = engine_of(pair("llama"), "p-eagle", "auto", tree=12, exact=True, **options)
-    assert [tokens_of(steps) for steps in serve(engine, MANY)] == many_alone("llama")
+    assert [tokens_of(steps) for steps in serve(engine, MANY_REQUESTS)] == many_expected("llama")
 
 
-def is_alone_behind_a_long_context(rows: RowPass) -> bool:
+def has_one_request_with_a_long_context(rows: RowPass) -> bool:
     return len(rows.row_counts) == 1 and int(rows.first_positions[0]) > 200
 
 
-def is_a_tree_alone(rows: RowPass) -> bool:
-    """Of the request with the longest prompt."""
-    return rows.tree_masks is not None and is_alone_behind_a_long_context(rows)
+def has_one_tree_only(rows: RowPass) -> bool:
+    """Whether the pass has only a tree, of the request with the longest prompt."""
+    return rows.tree_masks is not None and has_one_request_with_a_long_context(rows)
 
 
 @needs_c
 @pytest.mark.parametrize("shape", [DraftShape(7, 7), DraftShape(5, 20)])
-def test_the_probe_finds_what_depends_on_the_batch(
+def test_the_probe_detects_dependence_on_the_batch(
     shape: DraftShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = pair("llama").target
@@ -166,14 +167,14 @@ def test_the_probe_finds_what_depends_on_the_batch(
 
     assert "prompts" in str(changed(lambda rows: rows.max_rows > 100))
     assert "batch" in str(changed(lambda rows: len(rows.row_counts) > 20))
-    assert "batch" in str(changed(is_alone_behind_a_long_context))
+    assert "batch" in str(changed(has_one_request_with_a_long_context))
     if not shape.is_chain:
         assert "tree" in str(changed(lambda rows: rows.tree_masks is not None))
-        assert "tree" in str(changed(is_a_tree_alone))
+        assert "tree" in str(changed(has_one_tree_only))
 
 
 @needs_c
-def test_the_probe_finds_a_softmax_that_depends_on_the_batch(
+def test_the_probe_detects_a_softmax_that_depends_on_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = pair("llama").target
@@ -196,51 +197,53 @@ def test_the_probe_finds_a_softmax_that_depends_on_the_batch(
         ),
     ],
 )
-def test_whatever_is_accepted(name: str, right: list[bool]) -> None:
+def test_accepted_drafts_do_not_change_answers(name: str, right: list[bool]) -> None:
     engine = engine_of(pair(name), "p-eagle", exact=True, page_size=PAGE, kv_tokens=600)
-    streams = [engine.add(ids, id=str(i), **options) for i, (ids, options) in enumerate(ASKED)]
+    streams = [engine.add(ids, id=str(i), **options) for i, (ids, options) in enumerate(REQUESTS)]
     while engine.step():
-        plant_drafts(engine, {str(i): answer for i, answer in enumerate(alone(name))}, right)
-    assert [tokens_of(steps_of(stream)) for stream in streams] == alone(name)
+        plant_drafts(
+            engine, {str(i): answer for i, answer in enumerate(expected_answers(name))}, right
+        )
+    assert [tokens_of(steps_of(stream)) for stream in streams] == expected_answers(name)
     leading = right.index(False) if False in right else K
     assert 0.5 + leading < engine.metrics.acceptance_length <= 1 + K
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_by_one_no_request_is_preempted(
+def test_requests_with_own_passes_are_not_preempted(
     method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recomputing a preempted request would give other bits: it waits until its pages are free."""
-    one_by_one(monkeypatch)
+    """Recomputing a preempted request would change bits, so requests wait for all their pages."""
+    disable_batch_invariance(monkeypatch)
     engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=112)
     assert engine.exact_mode == "one by one"
     batches: list[int] = []
     engine.on_step(lambda record: batches.append(record.batch))
-    answers = [tokens_of(steps) for steps in serve(engine, ASKED)]
+    answers = [tokens_of(steps) for steps in serve(engine, REQUESTS)]
     plain = engine_of(pair("llama"), "none", exact=True, page_size=PAGE, kv_tokens=112)
-    assert answers == [tokens_of(steps) for steps in serve(plain, ASKED)]
+    assert answers == [tokens_of(steps) for steps in serve(plain, REQUESTS)]
     assert not engine.loop.scheduler.preemptions and set(batches) == {1}
     assert not engine.loop.scheduler.allocator.caching
 
 
-def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for targets without batch-invariant kernels."""
+def disable_batch_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the probe fail, as for targets without batch-invariant kernels."""
     monkeypatch.setattr(
         "peagle.engine.step.exact_mode.enable_batch_invariance",
         lambda *_, **__: "rows depend on the batch",
     )
 
 
-def test_one_by_one_verifies_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_by_one(monkeypatch)
+def test_requests_with_own_passes_cannot_draft_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    disable_batch_invariance(monkeypatch)
     with pytest.raises(UserError, match=r"rows depend on the batch\. Set `tree` to 0, or leave"):
         engine_of(pair("llama"), "p-eagle", 4, tree=12, exact=True)
     assert not engine_of(pair("llama"), "p-eagle", 4, tree=12, exact=None).exact
 
 
-def test_one_by_one_replaces_the_default_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU drafts trees unless `tree` is set: nobody asked for them."""
-    one_by_one(monkeypatch)
+def test_requests_with_own_passes_replace_the_default_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU drafts trees by default; without batch invariance, the default is a chain."""
+    disable_batch_invariance(monkeypatch)
     monkeypatch.setattr("peagle.engine.sizing.max_draft_shape", lambda *_: DraftShape(4, 12))
     engine = engine_of(pair("llama"), "p-eagle", "auto", exact=True)
     assert engine.exact_mode == "one by one"
@@ -248,20 +251,22 @@ def test_one_by_one_replaces_the_default_tree(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:
-    asked = [
-        (ids, {**options, "temperature": 1.0, "seed": i}) for i, (ids, options) in enumerate(ASKED)
+    requests = [
+        (ids, {**options, "temperature": 1.0, "seed": i})
+        for i, (ids, options) in enumerate(REQUESTS)
     ]
     answers = []
     for method in METHODS:
         engine = engine_of(pair("llama"), method, exact=True, page_size=PAGE, kv_tokens=600)
-        answers.append([tokens_of(steps) for steps in serve(engine, asked)])
+        answers.append([tokens_of(steps) for steps in serve(engine, requests)])
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_it_is_refused_where_rows_depend_on_their_neighbors() -> None:
-    """In transformers, the number of rows of an expert changes their bits, also in float32."""
+def test_exact_mode_is_refused_if_rows_depend_on_the_batch() -> None:
+    """In transformers, the number of rows of an expert changes their bits, even in float32."""
     target = make_target("qwen3-moe", hidden_size=64, moe_intermediate_size=128)
-    target.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0.8)  # not fused
+    # The hook prevents fused layers.
+    target.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0.8)
     experts = pair_of(target)
     with pytest.raises(
         UserError,
@@ -270,10 +275,10 @@ def test_it_is_refused_where_rows_depend_on_their_neighbors() -> None:
         engine_of(experts, "none", exact=True)
     engine = engine_of(experts, "none")
     assert not engine.exact and engine.loop.stepper.row_multiple == 1
-    assert [len(tokens_of(steps)) for steps in serve(engine, ASKED)] == [COUNT] * 2
+    assert [len(tokens_of(steps)) for steps in serve(engine, REQUESTS)] == [COUNT] * 2
 
 
-# The default: exact in batches where that costs little, and one request at a time.
+# The default: exact mode in batches if it costs little.
 
 
 @needs_c
@@ -281,7 +286,7 @@ def test_the_default_is_exact_in_batches() -> None:
     engine = engine_of(pair("llama"), "p-eagle", page_size=PAGE, kv_tokens=600)
     batches: list[int] = []
     engine.on_step(lambda record: batches.append(record.batch))
-    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
+    assert [tokens_of(steps) for steps in serve(engine, REQUESTS)] == expected_answers("llama")
     assert engine.status()["exact_mode"] == "batched" and max(batches) == 2
     assert engine.status()["exact_reason"] is None
     turned_off = engine_of(pair("llama"), "p-eagle", exact=False).status()
@@ -290,17 +295,15 @@ def test_the_default_is_exact_in_batches() -> None:
 
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_the_default_is_not_exact_in_float32(one_by_one: bool) -> None:
-    """Near ties are unlikely there."""
+    """In float32, near ties are unlikely."""
     engine = engine_of(pair_of(make_target()), "none", one_by_one=one_by_one)
     assert engine.exact_mode is None and "exact" not in engine.startup.as_dict()
     assert "float32" in engine.status()["exact_reason"]
 
 
 @pytest.mark.parametrize(("one_by_one", "mode"), [(True, "one by one"), (False, None)])
-def test_by_default_requests_have_own_passes_only_where_that_is_allowed(
-    one_by_one: bool, mode: str | None
-) -> None:
-    """A target that runs through transformers has no batch-invariant kernels."""
+def test_own_passes_by_default_only_if_allowed(one_by_one: bool, mode: str | None) -> None:
+    """Targets that run through transformers have no batch-invariant kernels."""
     engine = engine_of(pair("gemma2"), "none", one_by_one=one_by_one)
     status = engine.status()
     assert (status["exact"], status["exact_mode"]) == (mode is not None, mode)
@@ -310,7 +313,7 @@ def test_by_default_requests_have_own_passes_only_where_that_is_allowed(
 
 
 def test_the_default_follows_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_by_one(monkeypatch)
+    disable_batch_invariance(monkeypatch)
     assert engine_of(pair("llama"), "p-eagle", max_batch=1).exact_mode is None
     engine = engine_of(pair("llama"), "p-eagle", max_batch=1, one_by_one=True)
     assert engine.exact_mode == "one by one"
@@ -336,21 +339,21 @@ def test_large_targets_on_a_cpu_are_not_probed_by_default(
 def test_large_targets_without_c_kernels_keep_their_own_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their bits depend on it."""
+    """Their bits depend on the passes, for any size of the target."""
     monkeypatch.setattr(exact_mode, "MAX_DEFAULT_PROBE_BYTES", 0)
     assert engine_of(pair("gemma2"), "none", one_by_one=True).exact_mode == "one by one"
 
 
 def count_probes(monkeypatch: pytest.MonkeyPatch) -> list[InvarianceProbe]:
-    """Every probe that runs from now on."""
+    """A list that gets every probe that runs from now on."""
     probes: list[InvarianceProbe] = []
     difference = InvarianceProbe.difference
 
-    def counted(probe: InvarianceProbe) -> str | None:
+    def record(probe: InvarianceProbe) -> str | None:
         probes.append(probe)
         return difference(probe)
 
-    monkeypatch.setattr(InvarianceProbe, "difference", counted)
+    monkeypatch.setattr(InvarianceProbe, "difference", record)
     return probes
 
 
@@ -378,7 +381,7 @@ def test_quantized_targets_on_a_cpu_are_exact_in_batches_by_default(quantized: s
     assert expects_exact_mode(EngineConfig(), on_cpu)
 
 
-def test_without_it_the_bits_differ() -> None:
+def test_bits_differ_without_exact_mode() -> None:
     """The reason for exact mode: passes over one row and over a block are not bit-equal."""
     target = make_target()
     verifier = build_verifier(target, 300)
@@ -387,10 +390,10 @@ def test_without_it_the_bits_differ() -> None:
 
 def test_large_blocks_are_probed_too() -> None:
     engine = engine_of(pair("llama"), "p-eagle", k=20, exact=True, page_size=PAGE, kv_tokens=600)
-    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == alone("llama")
+    assert [tokens_of(steps) for steps in serve(engine, REQUESTS)] == expected_answers("llama")
 
 
-def test_it_is_probed_and_not_assumed() -> None:
+def test_the_row_multiple_is_probed() -> None:
     """A target whose rows depend on the number of rows has no multiple."""
     target = pair("llama").target
     verifier = build_verifier(target, 300)
@@ -426,7 +429,7 @@ def test_a_context_too_short_for_the_probe_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_passes_for_the_compiler_leave_the_layers_as_they_are(
+def test_compile_passes_do_not_change_the_layers(
     supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight, "supports_invariant_gemm", lambda *_: supported)
@@ -453,20 +456,20 @@ def test_passes_for_the_compiler_leave_the_layers_as_they_are(
 @needs_c
 @pytest.mark.parametrize(
     ("method", "int8"),
-    [  # Weights of 8 bits are the same to every method.
+    [  # Weights of 8 bits work alike with every method.
         pytest.param(method, int8, marks=pytest.mark.slow if int8 and method != "p-eagle" else [])
         for method in METHODS
         for int8 in (False, True)
     ],
 )
-def test_a_shared_prefix_changes_no_bit(method: Method, int8: bool) -> None:
-    """Every turn repeats the answer before it: its log-probabilities are those without a cache."""
+def test_a_shared_prefix_does_not_change_logprobs(method: Method, int8: bool) -> None:
+    """Turns of a conversation have the log-probabilities of an engine without a prefix cache."""
     options = {"exact": True, "int8": int8, "page_size": PAGE, "kv_tokens": 1200}
     cached, plain = (
         engine_of(pair("llama"), method, prefix_caching=caching, **options)
         for caching in (True, False)
     )
-    ids, _ = ASKED[0]
+    ids, _ = REQUESTS[0]
     for turn in range(4):
         streams = [
             engine.add(ids, max_tokens=COUNT, ignore_eos=True, logprobs=4)
@@ -496,12 +499,14 @@ def test_passes_are_padded() -> None:
 
 @needs_c
 @pytest.mark.parametrize(("method", "tree"), [("p-eagle", 0), ("p-eagle", 12), ("eagle3", 0)])
-def test_lossless_in_int8_too(method: Method, tree: int) -> None:
-    """Neither drafts nor other requests change a token of the int8 target."""
+def test_int8_is_lossless(method: Method, tree: int) -> None:
+    """Neither drafts nor other requests change a token of an int8 target."""
     options = {"exact": True, "int8": True, "page_size": PAGE, "kv_tokens": 600}
     plain = engine_of(pair("llama"), "none", **options)
     drafted = engine_of(pair("llama"), method, tree=tree, **options)
-    answers = [[tokens_of(steps) for steps in serve(engine, ASKED)] for engine in (plain, drafted)]
+    answers = [
+        [tokens_of(steps) for steps in serve(engine, REQUESTS)] for engine in (plain, drafted)
+    ]
     assert answers[0] == answers[1] and all(len(answer) == COUNT for answer in answers[0])
     assert drafted.status()["int8"] and drafted.exact
 
@@ -509,14 +514,16 @@ def test_lossless_in_int8_too(method: Method, tree: int) -> None:
 @needs_c
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_int8_rounds_weights_of_float32(method: Method) -> None:
-    """Which need not be exact in bfloat16; no exact mode is needed."""
+    """The weights need not be exact in bfloat16, and answers are lossless without exact mode."""
     target = make_target()
     pair = pair_of(target, {method: make_drafter(target, method, 2 if method == "p-eagle" else 1)})
     plain, drafted, other = (
         engine_of(pair, used, kv_tokens=600, int8=int8)
         for used, int8 in (("none", True), (method, True), ("none", False))
     )
-    answers = [[tokens_of(steps) for steps in serve(engine, ASKED)] for engine in (plain, drafted)]
+    answers = [
+        [tokens_of(steps) for steps in serve(engine, REQUESTS)] for engine in (plain, drafted)
+    ]
     assert answers[0] == answers[1] and all(len(answer) == COUNT for answer in answers[0])
     assert drafted.weights == "int8" and other.weights != "int8"
 
@@ -532,7 +539,7 @@ def test_int8_is_refused_where_it_is_not_supported(monkeypatch: pytest.MonkeyPat
 
 
 @needs_c
-def test_int8_is_for_llama_like_targets() -> None:
+def test_int8_needs_llama_like_targets() -> None:
     with pytest.raises(
         UserError, match=r"int8 is not supported for 'tiny gemma2', whose layers are not Llama-like"
     ):
@@ -540,8 +547,8 @@ def test_int8_is_for_llama_like_targets() -> None:
 
 
 def test_each_pass_has_its_own_duration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, adaptive drafting compares the durations of passes of one request."""
-    one_by_one(monkeypatch)
+    """With one request per pass, adaptive drafting compares durations of single passes."""
+    disable_batch_invariance(monkeypatch)
     options = {"page_size": PAGE, "kv_tokens": 600, "max_batch": 4}
     engine = engine_of(pair("llama"), "p-eagle", "auto", exact=True, **options)
     records: list[StepRecord] = []

@@ -1,6 +1,6 @@
-"""Exact mode on the real pair in bfloat16: any load gives the answers of `none` alone.
+"""Exact mode on a released pair in bfloat16: answers under load equal those of single requests.
 
-`python -m benchmarks.exact.load OUT` is the long proof, on a GPU.
+`python -m benchmarks.exact.load OUT` is a longer test on a GPU.
 """
 
 from pathlib import Path
@@ -9,13 +9,13 @@ import pytest
 
 from peagle.loaded import LoadedPair, load
 from tests.support.engine.decoding import tokens_of
-from tests.support.engine.engines import Asked, engine_of, serve
+from tests.support.engine.engines import EngineRequest, engine_of, serve
 from tests.support.kernels.cpu_features import needs_c
 
 PROMPTS = (Path(__file__).parents[2] / "support" / "prompts.txt").read_text().splitlines()[:3]
 PAGE = 8
-CONTEXT = 72  # no prompt and its answer are longer
-KV_TOKENS = 128  # 16 pages; the six requests need more than twice as many
+CONTEXT = 72  # The longest prompt with its answer fits.
+KV_TOKENS = 128  # 16 pages, less than half of what the six requests need
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def pair() -> LoadedPair:
 
 
 @pytest.fixture(scope="module")
-def asked(pair: LoadedPair) -> list[Asked]:
-    """Every prompt greedy, and sampled with a seed."""
+def requests(pair: LoadedPair) -> list[EngineRequest]:
+    """Every prompt twice: greedy, and sampled with a seed."""
     limits = {"max_tokens": 12, "ignore_eos": True}
     return [
         (pair.encode(text), limits | sampling)
@@ -35,14 +35,14 @@ def asked(pair: LoadedPair) -> list[Asked]:
 
 
 @pytest.fixture(scope="module")
-def alone(pair: LoadedPair, asked: list[Asked]) -> list[list[int]]:
-    """One request at a time, without drafts, chunks and a prefix cache."""
+def expected(pair: LoadedPair, requests: list[EngineRequest]) -> list[list[int]]:
+    """Answers of single requests, without drafts, chunks and a prefix cache."""
     options = {"page_size": PAGE, "prefix_caching": False, "max_batch": 1}
     engine = engine_of(
         pair, "none", exact=True, kv_tokens=CONTEXT, prefill_chunk=CONTEXT, **options
     )
-    answers = [tokens_of(serve(engine, [request])[0]) for request in asked]
-    assert answers[0] != answers[1], "sampling changes an answer"
+    answers = [tokens_of(serve(engine, [request])[0]) for request in requests]
+    assert answers[0] != answers[1], "sampling must change an answer"
     return answers
 
 
@@ -55,8 +55,12 @@ def alone(pair: LoadedPair, asked: list[Asked]) -> list[list[int]]:
         pytest.param("auto", 15, id="auto", marks=pytest.mark.slow),
     ],
 )
-def test_any_load_gives_the_answers_of_none_alone(
-    pair: LoadedPair, asked: list[Asked], alone: list[list[int]], k: int | str, tree: int
+def test_answers_under_load_equal_single_requests(
+    pair: LoadedPair,
+    requests: list[EngineRequest],
+    expected: list[list[int]],
+    k: int | str,
+    tree: int,
 ) -> None:
     """Staggered arrival, chunks of prompts, shared prefixes, and pages for half of the requests."""
     options = {"page_size": PAGE, "kv_tokens": KV_TOKENS, "prefill_chunk": 64, "max_batch": 6}
@@ -64,7 +68,7 @@ def test_any_load_gives_the_answers_of_none_alone(
     assert engine.exact_mode == "batched"
     batches: list[int] = []
     engine.on_step(lambda record: batches.append(record.batch))
-    assert [tokens_of(steps) for steps in serve(engine, asked)] == alone
+    assert [tokens_of(steps) for steps in serve(engine, requests)] == expected
     assert max(batches) > 1 and engine.metrics.acceptance_length > 1.3
     status = engine.status()
     assert status["prefix_hits"] > 0

@@ -1,4 +1,4 @@
-"""The real default pair, its weights as stored: neither drafts nor neighbors change a token."""
+"""The default pair with stored GGUF weights: neither drafts nor other requests change a token."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_two_requests() -> None:
     ],
 )
 def test_the_modules_of_transformers(methods: tuple[Method, ...], tokens: int) -> None:
-    """The engine's answers are theirs."""
+    """Answers of the engine equal those of the transformers modules."""
     pair = stored_pair()
     ids = pair.encode(PROMPTS[0])
     expected = plain(pair.target, ids, tokens)
@@ -56,7 +56,7 @@ def test_the_modules_of_transformers(methods: tuple[Method, ...], tokens: int) -
 
 
 def test_int8() -> None:
-    """Rows are quantized one by one, so drafts change nothing there either."""
+    """Rows are quantized independently, so drafts change no token in int8, either."""
     check(NATIVE, 2, 4, int8=True)
 
 

@@ -1,4 +1,4 @@
-"""Drafts are those of the reference, also where rows of the drafter waited for them."""
+"""Deferred rows of the drafter: drafts equal the reference after steps without drafts."""
 
 from itertools import cycle
 
@@ -19,7 +19,7 @@ SHAPES = [*[NO_DRAFT] * 11, *[CHAIN] * 3, NO_DRAFT, CHAIN]
 TOKENS = 40
 
 
-class ShapesInTurn(FixedPolicy):
+class CyclicPolicy(FixedPolicy):
     def __init__(self, shapes: list[DraftShape]) -> None:
         self.shapes = cycle(shapes)
 
@@ -36,11 +36,11 @@ def reference_drafts(pair: LoadedPair, method: Method, ids: list[int]) -> list[i
 
 
 @pytest.mark.parametrize("method", DRAFTER_METHODS)
-def test_drafts_behind_steps_without_drafts(method: Method) -> None:
-    """Four requests with common beginnings, and one that begins with the text of the first."""
+def test_drafts_after_steps_without_drafts(method: Method) -> None:
+    """Four requests with common prefixes, and one whose prompt is the text of the first."""
     pair = small()
     engine = engine_of(pair, method, kv_tokens=400)
-    engine.loop.drafts.policy = ShapesInTurn(SHAPES)
+    engine.loop.drafts.policy = CyclicPolicy(SHAPES)
     texts: dict[str, list[int]] = {}
     compared = 0
 
@@ -66,12 +66,12 @@ def test_drafts_behind_steps_without_drafts(method: Method) -> None:
 
 
 @pytest.mark.parametrize("method", DRAFTER_METHODS)
-def test_the_drafter_runs_once_for_a_page(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_runs_once_per_page(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     draft = DraftRunner.draft
     monkeypatch.setattr(DraftRunner, "draft", lambda *args: passes.append(1) or draft(*args))
     engine = engine_of(small(), method)
-    engine.loop.drafts.policy = ShapesInTurn([NO_DRAFT])
+    engine.loop.drafts.policy = CyclicPolicy([NO_DRAFT])
     engine.add([7, 8, 9, 10, 11], max_tokens=TOKENS, ignore_eos=True)
     engine.drain()
     assert engine.metrics.steps == TOKENS - 1

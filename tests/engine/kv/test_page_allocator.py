@@ -1,4 +1,4 @@
-"""Pages: allocated, shared, published, found, evicted; never lost."""
+"""The page allocator: allocation, sharing, publishing, prefix lookup and eviction."""
 
 import random
 
@@ -11,7 +11,7 @@ from peagle.engine.kv.page_keys import page_key, root_key
 
 
 def keys_of(tokens: list[int], size: int, salt: str = "") -> list[bytes]:
-    """The keys of the pages that the tokens fill and exceed."""
+    """The keys of the full pages whose next token is known."""
     keys: list[bytes] = []
     for start in range(0, len(tokens) - size, size):
         parent = keys[-1] if keys else root_key(salt)
@@ -19,8 +19,8 @@ def keys_of(tokens: list[int], size: int, salt: str = "") -> list[bytes]:
     return keys
 
 
-def published(pages: PageAllocator, tokens: list[int]) -> list[int]:
-    """Pages that hold all tokens but the last, as a request would have computed them."""
+def publish_pages(pages: PageAllocator, tokens: list[int]) -> list[int]:
+    """Publish and return pages with all tokens but the last, as a request computes them."""
     owned = pages.allocate(pages.pages_for(len(tokens) - 1))
     assert owned is not None
     pages.publish(keys_of(tokens, pages.page_size), owned)
@@ -28,7 +28,7 @@ def published(pages: PageAllocator, tokens: list[int]) -> list[int]:
 
 
 def match(pages: PageAllocator, tokens: list[int], salt: str = "") -> list[int]:
-    """Hold and return the pages that the tokens begin with, as at an admission."""
+    """Share and return the pages of the longest cached prefix, as at an admission."""
     shared = pages.find_prefix(keys_of(tokens, pages.page_size, salt))
     pages.share(shared)
     pages.count_query(len(tokens), shared)
@@ -53,10 +53,10 @@ def test_pages_needed(positions: int, count: int) -> None:
 
 def test_a_page_is_shared_only_with_its_next_token() -> None:
     pages = PageAllocator(8, 2)
-    owned = published(pages, [5, 6, 7, 8, 9])
-    assert match(pages, [5, 6]) == []  # its next token is not known, and one token must be left
+    owned = publish_pages(pages, [5, 6, 7, 8, 9])
+    assert match(pages, [5, 6]) == []  # The next token is unknown, and one token must be computed.
     assert match(pages, [5, 6, 7]) == owned[:1]
-    assert match(pages, [5, 6, 0]) == []  # the drafter's row of token 6 has seen 7
+    assert match(pages, [5, 6, 0]) == []  # The drafter's row of token 6 has read 7.
     assert match(pages, [5, 6, 7, 8, 0]) == owned[:1]
     assert match(pages, [5, 6, 7, 8, 9, 1, 2]) == owned
     assert match(pages, [0, 6, 7, 8, 9]) == []
@@ -65,17 +65,17 @@ def test_a_page_is_shared_only_with_its_next_token() -> None:
 
 def test_hits_are_counted() -> None:
     pages = PageAllocator(8, 2)
-    owned = published(pages, [5, 6, 7, 8, 9])
+    owned = publish_pages(pages, [5, 6, 7, 8, 9])
     assert match(pages, [5, 6, 7, 0]) == owned[:1]
     assert (pages.queried_tokens, pages.hit_tokens) == (4, 2)
-    assert pages.find_prefix(keys_of([5, 6, 7, 8, 9], 2)) == owned  # A look alone does not count.
+    assert pages.find_prefix(keys_of([5, 6, 7, 8, 9], 2)) == owned  # A lookup alone does not count.
     assert (pages.queried_tokens, pages.hit_tokens) == (4, 2)
     pages.check_integrity([owned, owned[:1]])
 
 
-def test_what_is_free_beside_shared_pages() -> None:
+def test_free_pages_beside_shared_ones() -> None:
     pages = PageAllocator(4, 2)
-    owned = published(pages, [1, 2, 3, 4, 5])
+    owned = publish_pages(pages, [1, 2, 3, 4, 5])
     assert (pages.num_free, pages.free_beside(owned)) == (2, 2)
     pages.release(owned)
     assert (pages.num_free, pages.free_beside(owned), pages.free_beside(owned[:1])) == (4, 2, 3)
@@ -84,7 +84,7 @@ def test_what_is_free_beside_shared_pages() -> None:
 def test_different_salts_share_nothing() -> None:
     pages = PageAllocator(8, 2)
     tokens = [5, 6, 7, 8, 9]
-    plain = published(pages, tokens)
+    plain = publish_pages(pages, tokens)
     salted = pages.allocate(2)
     assert salted is not None
     pages.publish(keys_of(tokens, 2, "a"), salted)
@@ -104,7 +104,7 @@ def test_unverified_pages_are_cleaned_once() -> None:
     assert pages.take_unverified(owned) == []
 
 
-def test_publishing_twice_changes_nothing_and_goes_on_where_it_was() -> None:
+def test_publishing_is_idempotent_and_incremental() -> None:
     pages = PageAllocator(8, 2)
     owned = pages.allocate(3)
     assert owned is not None
@@ -117,16 +117,16 @@ def test_publishing_twice_changes_nothing_and_goes_on_where_it_was() -> None:
 
 def test_a_second_page_of_the_same_prefix_stays_private() -> None:
     pages = PageAllocator(4, 2)
-    first, second = published(pages, [1, 2, 3]), published(pages, [1, 2, 3])
+    first, second = publish_pages(pages, [1, 2, 3]), publish_pages(pages, [1, 2, 3])
     pages.release(second)
     assert (len(pages.fresh), len(pages.idle)) == (3, 0)
     assert match(pages, [1, 2, 3]) == first
     pages.check_integrity([first, first])
 
 
-def test_a_private_page_takes_the_place_of_an_evicted_one() -> None:
+def test_a_private_page_replaces_an_evicted_one() -> None:
     pages = PageAllocator(2, 2)
-    first, second = published(pages, [1, 2, 3]), published(pages, [1, 2, 3])
+    first, second = publish_pages(pages, [1, 2, 3]), publish_pages(pages, [1, 2, 3])
     pages.release(first)
     assert pages.allocate(1) == first and not pages.prefix_table
     pages.release(second)
@@ -134,22 +134,21 @@ def test_a_private_page_takes_the_place_of_an_evicted_one() -> None:
     pages.check_integrity([first, second])
 
 
-def test_the_longest_unused_is_evicted_first_and_of_a_chain_its_end() -> None:
+def test_least_recently_used_pages_are_evicted_from_the_end() -> None:
     pages = PageAllocator(4, 2)
-    old, new = published(pages, [1, 1, 1, 1, 1]), published(pages, [2, 2, 2, 2, 2])
+    old, new = publish_pages(pages, [1, 1, 1, 1, 1]), publish_pages(pages, [2, 2, 2, 2, 2])
     pages.release(old)
     pages.release(new)
     assert pages.num_free == 4
     taken = pages.allocate(1)
-    assert (
-        taken == old[1:] and match(pages, [1, 1, 1, 1, 1]) == old[:1]
-    )  # which makes the old one used again
+    # This match uses the old page again.
+    assert taken == old[1:] and match(pages, [1, 1, 1, 1, 1]) == old[:1]
     pages.release(old[:1])
     assert pages.allocate(1) == new[1:]
     pages.check_integrity([[old[1]], [new[1]]])
 
 
-def test_mistakes_are_noticed() -> None:
+def test_misuse_raises() -> None:
     pages = PageAllocator(2, 2)
     owned = pages.allocate(1)
     assert owned is not None
@@ -171,7 +170,7 @@ def test_mistakes_are_noticed() -> None:
     st.integers(1, 4),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12),
 )
-def test_what_is_found_was_written_for_the_same_tokens(size: int, prompts: list[list[int]]) -> None:
+def test_cached_prefixes_have_the_same_tokens(size: int, prompts: list[list[int]]) -> None:
     pages, written, holders = PageAllocator(8, size), dict[int, list[int]](), []
     for tokens in prompts:
         owned = match(pages, tokens)

@@ -1,4 +1,4 @@
-"""Attention over pages in blocks of PyTorch, where the C kernel is not available."""
+"""Paged attention in PyTorch blocks, for machines without the C kernel."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -18,7 +18,7 @@ from peagle.target import Target, load_target
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.write import quantize
 from tests.support.engine.decoding import tokens_of
-from tests.support.engine.engines import Asked, ask, engine_of, some_requests, steps_of
+from tests.support.engine.engines import EngineRequest, ask, engine_of, some_requests, steps_of
 from tests.support.engine.planting import plant_random
 from tests.support.kernels.cpu_features import needs_c
 from tests.support.kernels.cpu_levels import levels_and
@@ -33,10 +33,10 @@ from tests.support.models.mxfp4_folders import save_mxfp4
 
 pytestmark = needs_c
 COUNT = 14  # tokens of an answer
-ASKED: list[Asked] = some_requests(64, seed=5, max_tokens=COUNT, ignore_eos=True)
-FEW = ASKED[:10]
+REQUESTS: list[EngineRequest] = some_requests(64, seed=5, max_tokens=COUNT, ignore_eos=True)
+FEW = REQUESTS[:10]
 CROWDED: dict[str, Any] = {"max_batch": 64, "kv_tokens": 900, "prefill_chunk": 256}
-EVERY = VARIANTS | {name: (name, {}) for name in MIXTURES}
+ALL_MIXTURES = VARIANTS | {name: (name, {}) for name in MIXTURES}
 
 
 def fused(engine: Engine) -> FusedLlamaTarget:
@@ -45,13 +45,15 @@ def fused(engine: Engine) -> FusedLlamaTarget:
     return verifier
 
 
-def answer_all(engine: Engine, asked: list[Asked], right: list[list[int]]) -> list[list[int]]:
-    """All at once; drafts are planted, so that many are accepted."""
-    streams = [engine.add(ids, id=str(i), **more) for i, (ids, more) in enumerate(asked)]
-    chance = random.Random(1)
+def answer_all(
+    engine: Engine, requests: list[EngineRequest], right: list[list[int]]
+) -> list[list[int]]:
+    """Answer all requests at once, with planted drafts, so that many are accepted."""
+    streams = [engine.add(ids, id=str(i), **more) for i, (ids, more) in enumerate(requests)]
+    rng = random.Random(1)
     while engine.step():
         engine.check_integrity()
-        plant_random(engine, {str(i): answer for i, answer in enumerate(right)}, chance)
+        plant_random(engine, {str(i): answer for i, answer in enumerate(right)}, rng)
     return [tokens_of(steps_of(stream)) for stream in streams]
 
 
@@ -59,7 +61,7 @@ CHAIN_AND_TREE: list[tuple[Method, dict[str, Any]]] = [
     ("p-eagle", {}),
     ("p-eagle", {"k": 4, "tree": 12}),
 ]
-EVERY_WAY: list[tuple[Method, dict[str, Any]]] = [
+ALL_DRAFTING: list[tuple[Method, dict[str, Any]]] = [
     *CHAIN_AND_TREE,
     ("eagle3", {}),
     ("p-eagle", {"exact": True}),
@@ -72,7 +74,7 @@ def check_few(
     expected: Target,
     drafting: list[tuple[Method, dict[str, Any]]] = CHAIN_AND_TREE,
 ) -> None:
-    """Tokens are those of transformers, through C layers, with drafts and without."""
+    """Tokens of C layers equal transformers, with and without drafts."""
     right = generate_all(expected, FEW, COUNT)
     assert len({tuple(answer) for answer in right}) > 7
     pair = mixture_pair(target)
@@ -86,10 +88,10 @@ def check_few(
 
 @pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize(
-    ("cpu_level", "name"), levels_and(list(EVERY), [*MIXTURES]), indirect=["cpu_level"]
+    ("cpu_level", "name"), levels_and(list(ALL_MIXTURES), [*MIXTURES]), indirect=["cpu_level"]
 )
-def test_tokens_are_those_of_generate(name: str) -> None:
-    architecture, changes = EVERY[name]
+def test_tokens_equal_generate(name: str) -> None:
+    architecture, changes = ALL_MIXTURES[name]
     target = packable_mixture(architecture, **changes)
     check_few(target, target)
 
@@ -97,12 +99,12 @@ def test_tokens_are_those_of_generate(name: str) -> None:
 @pytest.mark.usefixtures("cpu_level")
 def test_mxfp4_experts(tmp_path: Path) -> None:
     model = save_mxfp4(tmp_path)
-    check_few(load_target(tmp_path, torch.float32, "cpu"), Target(model), EVERY_WAY)
+    check_few(load_target(tmp_path, torch.float32, "cpu"), Target(model), ALL_DRAFTING)
 
 
 @pytest.mark.usefixtures("cpu_level")
 def test_quantized_experts_of_layers_that_are_not_packed(tmp_path: Path) -> None:
-    """In float32, matrices of attention are multiplied out, and bf16 does not hold them."""
+    """In float32, attention matrices are dequantized, and bf16 cannot represent them exactly."""
     source = packable_mixture("qwen3-moe", moe_intermediate_size=32)
     source.model.save_pretrained(tmp_path / "source")
     quantize(tmp_path / "source", tmp_path / "int8", WEIGHT_FORMATS["int8"])
@@ -124,19 +126,19 @@ def test_a_router_that_cannot_be_packed_keeps_its_precision(name: str) -> None:
 
 
 def check_packed_experts(pair: LoadedPair) -> None:
-    """The experts run in C, the rest of the layer does not."""
+    """Only the experts run in C, not the rest of the layer."""
     engine = engine_of(pair, "p-eagle", **CROWDED)
     assert fused(engine).cpu_layers is None
     for layer in fused(engine).layers:
         assert isinstance(layer.mlp, Mixture) and layer.cpu_layer is None
         assert layer.mlp.cpu_experts.packed is not None
-    # Sums of the experts do not, but those of attention or the router may.
+    # Attention and the router may depend on the batch; the experts do not.
     assert "some of its matrices" in str(fused(engine).use_batch_invariant())
     right = generate_all(pair.target, FEW, COUNT)
     assert answer_all(engine, FEW, right) == right
 
 
-# Neighbors.
+# Many requests.
 
 
 @pytest.mark.usefixtures("cpu_level")
@@ -149,16 +151,16 @@ def check_packed_experts(pair: LoadedPair) -> None:
         pytest.param("gpt-oss", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_sixty_four_requests_equal_each_alone(name: str, dtype: torch.dtype) -> None:
-    """In exact mode, and without it: the kernels compute every row by itself."""
+def test_sixty_four_requests_equal_single_requests(name: str, dtype: torch.dtype) -> None:
+    """With and without exact mode, because the kernels compute rows independently."""
     pair = mixture_pair(packable_mixture(name, dtype))
-    alone = engine_of(pair, "none", exact=True, max_batch=1, kv_tokens=600)
-    assert alone.exact and alone.loop.stepper.row_multiple == 1
-    right = [ask(alone, ids, **more)[0] for ids, more in ASKED]
+    plain_engine = engine_of(pair, "none", exact=True, max_batch=1, kv_tokens=600)
+    assert plain_engine.exact and plain_engine.loop.stepper.row_multiple == 1
+    right = [ask(plain_engine, ids, **more)[0] for ids, more in REQUESTS]
     assert len({tuple(answer) for answer in right}) > 50
     for method, exact in (("p-eagle", True), ("eagle3", False), ("none", False)):
         engine = engine_of(pair, method, exact=exact, **CROWDED)
-        assert answer_all(engine, ASKED, right) == right
+        assert answer_all(engine, REQUESTS, right) == right
         assert exact or engine.loop.scheduler.preemptions
 
 
@@ -169,7 +171,7 @@ def test_sixty_four_requests_equal_each_alone(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     ("cpu_level", "name"), levels_and([*MIXTURES], ["qwen3-moe"]), indirect=["cpu_level"]
 )
-def test_int8_rounds_the_experts_and_not_the_router(name: str) -> None:
+def test_int8_applies_to_experts_but_not_to_the_router(name: str) -> None:
     target = packable_mixture(name)
     pair = mixture_pair(target)
     plain = engine_of(pair, "none", int8=True, **CROWDED)
@@ -180,13 +182,13 @@ def test_int8_rounds_the_experts_and_not_the_router(name: str) -> None:
         assert all(matrix.int8_rows for matrix in (*moe.experts.gate_up, *moe.experts.down))
     right = generate_all(target, FEW, COUNT)
     answers = answer_all(plain, FEW, right)
-    for method, options in EVERY_WAY:
+    for method, options in ALL_DRAFTING:
         drafted = engine_of(pair, method, int8=True, **CROWDED | options)
         assert drafted.exact_mode == ("batched" if "exact" in options else None)
         assert answer_all(drafted, FEW, answers) == answers
         assert drafted.metrics.acceptance_length > 1.3
     same = torch.tensor(answers) == torch.tensor(right)
-    assert same[:, 0].sum() >= len(FEW) - 2  # Rounding changes answers from some token on.
+    assert same[:, 0].sum() >= len(FEW) - 2  # Rounding may change later tokens.
 
 
 # Memory, and the rows of experts.
@@ -216,7 +218,7 @@ def test_int8_shares_the_codes_of_mxfp4(tmp_path: Path) -> None:
 
 
 def packed_experts(engine: Engine) -> list[int]:
-    """Addresses."""
+    """The addresses of the packed matrices of all experts."""
     mixtures: list[Any] = [layer.mlp for layer in fused(engine).layers]
     experts = [mixture.cpu_experts.packed for mixture in mixtures]
     matrices = [matrix for packed in experts for matrix in (*packed.gate_up, *packed.down)]
@@ -224,7 +226,7 @@ def packed_experts(engine: Engine) -> list[int]:
 
 
 def test_rows_of_experts_are_counted() -> None:
-    """As the router of PyTorch counts them."""
+    """The counts of the C layers equal those of PyTorch."""
     pair = mixture_pair(packable_mixture("qwen3-moe"))
     counts: list[torch.Tensor] = []
     for in_c in (True, False):

@@ -1,4 +1,4 @@
-"""The engine on a GGUF file: answers of the stored weights, the same with every method."""
+"""The engine on GGUF files: answers of the stored weights are the same with every method."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from peagle.kernels.stored_matrix import BLOCK_FORMATS, StoredMatrix, Table, den
 from peagle.loaded import LoadedPair
 from peagle.target import Target, load_target
 from tests.support.engine.decoding import tokens_of
-from tests.support.engine.engines import ASKED, COUNT, alone, engine_of, pair_of, serve
+from tests.support.engine.engines import COUNT, REQUESTS, engine_of, pair_of, reference_steps, serve
 from tests.support.models.byte_level import byte_level_tokenizer
 from tests.support.models.gguf_files import TinyGGUF, random_blocks
 from tests.support.models.tiny_models import make_drafter
@@ -33,7 +33,7 @@ MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q8_0"}
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def peagle_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
 
@@ -54,21 +54,23 @@ def stored_kernel() -> None:
 
 def plain_answers(pair: LoadedPair) -> list[list[int]]:
     settings: dict[str, Any] = {"max_tokens": COUNT, "ignore_eos": True}
-    return [tokens_of(alone(pair, "none", ids, **settings)) for ids, _ in ASKED]
+    return [tokens_of(reference_steps(pair, "none", ids, **settings)) for ids, _ in REQUESTS]
 
 
 def check_answers(pair: LoadedPair, methods: tuple[Method, ...] = METHODS) -> None:
-    """Requests at once, with every method, have the answers that each has alone."""
+    """Concurrent requests have the answers of single requests, with every method."""
     expected = plain_answers(pair)
     assert len({tuple(answer) for answer in expected}) >= 3
     for method in methods:
         engine = engine_of(pair, method)
-        assert [tokens_of(steps) for steps in serve(engine, ASKED)] == expected
+        assert [tokens_of(steps) for steps in serve(engine, REQUESTS)] == expected
         engine.close()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_answers_are_the_references(tmp_path: Path, architecture: str, stored_kernel: None) -> None:
+def test_answers_equal_the_reference(
+    tmp_path: Path, architecture: str, stored_kernel: None
+) -> None:
     file = TinyGGUF(tmp_path / "m.gguf", architecture, "Q4_K", MIXED, tied=False).write()
     pair = stored_pair(file)
     engine = engine_of(pair, "p-eagle")
@@ -78,7 +80,7 @@ def test_answers_are_the_references(tmp_path: Path, architecture: str, stored_ke
     check_answers(pair)
 
 
-def test_rounded_activations_are_named(tmp_path: Path, stored_kernel: None) -> None:
+def test_rounded_activations_are_reported(tmp_path: Path, stored_kernel: None) -> None:
     file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1").write()
     target = load_target(file, torch.bfloat16, "cpu", stored=True)
     engine = engine_of(pair_of(target, {}), "none")
@@ -87,12 +89,12 @@ def test_rounded_activations_are_named(tmp_path: Path, stored_kernel: None) -> N
 
 @pytest.mark.parametrize(
     "format",
-    [  # tests/target/gguf widens every format. Here are blocks of 32 weights, and of 256.
+    [  # tests/target/gguf has every format; these two have blocks of 32 and of 256 weights.
         pytest.param(format, marks=[] if format in ("Q4_0", "Q6_K") else pytest.mark.slow)
         for format in BLOCK_FORMATS
     ],
 )
-def test_without_the_kernel_weights_are_widened_once(
+def test_without_the_kernel_weights_are_dequantized_once(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_module, "can_pack", lambda *_: False)
@@ -101,7 +103,7 @@ def test_without_the_kernel_weights_are_widened_once(
     assert engines[0].weights == f"{format}, multiplied out to float32"
     layers: list[Any] = [engine._stepper.verifier.layers[1] for engine in engines]  # type: ignore[attr-defined]
     assert layers[0].qkv.weight.data_ptr() == layers[1].qkv.weight.data_ptr()
-    # Widened weights are the same to every method and format, so one format has all methods.
+    # Dequantized weights do not depend on the format, so one format is run with all methods.
     check_answers(pair, METHODS if format == "Q4_0" else ("none",))
 
 
@@ -132,12 +134,15 @@ def test_drafters_share_stored_tables(
     wide = checkpoint.load(folder, wide_target, torch.float32)
     assert wide.fc.weight.dtype == torch.float32
     pairs = [pair_of(target, {"p-eagle": loaded}), pair_of(wide_target, {"p-eagle": wide})]
-    for ids, _ in ASKED[:3]:
-        steps = [alone(pair, "p-eagle", ids, max_tokens=COUNT, ignore_eos=True) for pair in pairs]
+    for ids, _ in REQUESTS[:3]:
+        steps = [
+            reference_steps(pair, "p-eagle", ids, max_tokens=COUNT, ignore_eos=True)
+            for pair in pairs
+        ]
         assert [step.drafted for step in steps[0]] == [step.drafted for step in steps[1]]
     for tree in (0, 6):
         engine = engine_of(pairs[0], "p-eagle", tree=tree)
-        answers = [tokens_of(steps) for steps in serve(engine, ASKED)]
+        answers = [tokens_of(steps) for steps in serve(engine, REQUESTS)]
         assert answers == plain_answers(pairs[0])
         engine.close()
 
@@ -159,7 +164,7 @@ def test_weights_of_different_formats_and_a_bias(stored_kernel: None) -> None:
     assert weight.is_stored and weight.weight is None
     assert torch.allclose(weight(x), linear(x, whole, bias), atol=1e-4)
     assert torch.equal(weight.split_k(x), weight(x))
-    # A part that is not exact in bf16: all of them are widened.
+    # One part is not exact in bf16, so all are dequantized.
     mixed = Weight([parts[0], whole[:16]], None, dtype=torch.float32)
     assert not mixed.is_stored and mixed.weight is not None
     assert torch.equal(mixed.weight, torch.cat([dense(parts[0]), whole[:16]]))
@@ -172,15 +177,15 @@ def test_answers_do_not_depend_on_the_file_after_the_start(
     file = TinyGGUF(tmp_path / "m.gguf", architecture, "Q4_1").write()
     pair = stored_pair(file)
     engines = {method: engine_of(pair, method) for method in METHODS}
-    expected = [tokens_of(steps) for steps in serve(engines["none"], ASKED)]
-    with file.open("r+b") as content:  # the same file, as `cp` over it writes it
+    expected = [tokens_of(steps) for steps in serve(engines["none"], REQUESTS)]
+    with file.open("r+b") as content:  # Overwrite the file in place, as `cp` does.
         content.write(bytes(file.stat().st_size))
     for engine in engines.values():
-        assert [tokens_of(steps) for steps in serve(engine, ASKED)] == expected
+        assert [tokens_of(steps) for steps in serve(engine, REQUESTS)] == expected
     with file.open("r+b") as content:
-        content.truncate(10)  # reading its mapped bytes would end the process
+        content.truncate(10)  # Reading mapped bytes would now end the process.
     for engine in engines.values():
-        assert [tokens_of(steps) for steps in serve(engine, ASKED)] == expected
+        assert [tokens_of(steps) for steps in serve(engine, REQUESTS)] == expected
         engine.close()
 
 
@@ -211,7 +216,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tree", ["0", "6"])
 def test_acceptance_without_decoding(tmp_path: Path, tree: str) -> None:
-    """`evaluate --jump` reads the stored output matrix, of which the drafter has no float copy."""
+    """`evaluate --jump` reads the stored output matrix; the drafter has no float copy of it."""
     tokenizer = byte_level_tokenizer()
     file = TinyGGUF(tmp_path / "m.gguf", "llama", "Q4_1", tokenizer=tokenizer).write()
     target = load_target(file, torch.float32, "cpu", stored=True)

@@ -1,4 +1,4 @@
-"""A probe of batch invariance is run once for engines of a target that need no larger one."""
+"""Engines of a target share a probe of batch invariance, unless they need a larger one."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.support.models.tiny_models import make_drafter, make_target
 
 @pytest.fixture
 def pair() -> LoadedPair:
-    """In bfloat16, and never probed."""
+    """A pair in bfloat16 that was never probed."""
     target = make_target()
     target.model.to(torch.bfloat16)
     return pair_of(target, {"p-eagle": make_drafter(target, "p-eagle", 2)})
@@ -29,7 +29,7 @@ def pair() -> LoadedPair:
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of the chains of every probe, each of which succeeds."""
+    """Let every probe succeed, and record the number of rows of its chains."""
     blocks: list[int] = []
     monkeypatch.setattr(InvarianceProbe, "difference", lambda probe: blocks.append(probe.block))
     return blocks
@@ -54,7 +54,7 @@ def test_engines_share_a_probe(pair: LoadedPair, probed: list[int]) -> None:
     assert probes("p-eagle", 3, page_size=8) == 1
     assert probes("p-eagle", 3, int8=True) == 1
     assert probes("p-eagle", 3, int8=True) == 0
-    assert probes("p-eagle", 3, exact=True) == 1  # It is required: always probed.
+    assert probes("p-eagle", 3, exact=True) == 1  # Required exact mode is always probed.
     assert probes("p-eagle", 3, exact=False) == 0
 
 
@@ -68,7 +68,7 @@ def test_another_target_is_probed(pair: LoadedPair, probed: list[int]) -> None:
 
 
 @needs_c
-def test_a_failure_is_no_proof(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_probe_is_not_reused(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = ["a tree changes its results", None]
     monkeypatch.setattr(InvarianceProbe, "difference", lambda probe: reasons.pop(0))
     modes = [engine_of(pair, "p-eagle", max_batch=4).exact_mode for _ in range(3)]
@@ -77,7 +77,7 @@ def test_a_failure_is_no_proof(pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
 
 @needs_c
 def test_only_the_c_kernels_share_a_probe(pair: LoadedPair, probed: list[int]) -> None:
-    """On a GPU, every verifier chooses the vendor's products for itself."""
+    """On a GPU, every verifier chooses its own vendor GEMMs."""
     target = pair.target
     for in_c, count in ((True, 1), (True, 1), (False, 2), (False, 3)):
         verifier = build_verifier(target, 300)
@@ -96,7 +96,7 @@ TREE = DraftShape(5, 20)
     ("proven", "needed", "covered"),
     [
         (NO_DRAFT, NO_DRAFT, True),
-        (NO_DRAFT, DraftShape(7, 7), True),  # The same passes are probed.
+        (NO_DRAFT, DraftShape(7, 7), True),  # The probe has the same passes.
         (NO_DRAFT, DraftShape(8, 8), False),
         (CHAIN, CHAIN, True),
         (CHAIN, DraftShape(9, 9), True),
@@ -118,7 +118,7 @@ def test_a_probe_covers_smaller_drafts(
     assert proofs[0].covers(proofs[1]) == covered
 
 
-def test_a_probe_holds_for_its_kernels() -> None:
+def test_a_probe_covers_only_its_dtype_int8_and_page_size() -> None:
     proof = InvarianceProof(torch.bfloat16, False, 64, CHAIN)
     assert not proof.covers(InvarianceProof(torch.float16, False, 64, CHAIN))
     assert not proof.covers(InvarianceProof(torch.bfloat16, True, 64, CHAIN))

@@ -1,4 +1,4 @@
-"""Mixtures of experts that run as fused layers, and those that must not."""
+"""The probe that decides which mixtures of experts run as fused layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ PAGE = 16
 IDS = torch.randint(96, (LENGTH,), generator=torch.Generator().manual_seed(3))
 DTYPES = [torch.float32, torch.bfloat16]
 Routed = tuple[Tensor, Tensor, Tensor]  # logits, weights, experts
-ALL = VARIANTS | {name: (name, {}) for name in MIXTURES}
+ALL_MIXTURES = VARIANTS | {name: (name, {}) for name in MIXTURES}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -44,7 +44,7 @@ def fused(target: Target) -> FusedLlamaTarget:
 
 
 def logits_of(verifier: Verifier, target: Target) -> Tensor:
-    """Of one pass over all tokens."""
+    """The logits of one pass over all tokens."""
     pages = -(-LENGTH // PAGE)
     kv_cache = KVCache(target_kv_shapes(target), pages, PAGE, target.device)
     positions = torch.arange(LENGTH)
@@ -56,9 +56,9 @@ def logits_of(verifier: Verifier, target: Target) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL_MIXTURES)
 def test_mixtures_are_fused(name: str, dtype: torch.dtype) -> None:
-    architecture, changes = ALL[name]
+    architecture, changes = ALL_MIXTURES[name]
     target = make_mixture(architecture, **changes)
     target.model.to(dtype)
     verifier = fused(target)
@@ -82,7 +82,7 @@ def test_the_rows_of_a_pass_are_counted() -> None:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_are_not_copied(name: str) -> None:
-    """Those of GPT-OSS are stored transposed: their memory is rearranged, once."""
+    """Experts of GPT-OSS are stored transposed; their memory is rearranged in place, once."""
     target = make_mixture(name)
     state = {key: value.clone() for key, value in target.model.state_dict().items()}
     verifiers = [fused(target), fused(target)]
@@ -102,7 +102,7 @@ def test_experts_are_not_copied(name: str) -> None:
     )
 
 
-# Other rules.
+# Other routing rules and activations.
 
 
 def sigmoid_weights(self: Any, hidden: Tensor) -> Routed:
@@ -131,39 +131,39 @@ def other_experts(self: Any, hidden: Tensor) -> Routed:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wide", [False, True], ids=["small weights", "large weights"])
+@pytest.mark.parametrize("large_weights", [False, True], ids=["small weights", "large weights"])
 @pytest.mark.parametrize(
     "forward", [sigmoid_weights, scaled_weights, weights_in_another_order, other_experts]
 )
-def test_another_routing_rule_is_noticed(
+def test_another_routing_rule_is_detected(
     forward: Callable[..., Routed],
-    wide: bool,
+    large_weights: bool,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In bfloat16 too, where rounding may choose other experts, and attention may hide them."""
+    """Also in bfloat16, where rounding may change experts, and attention may hide the change."""
     monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", forward)
-    target = make_mixture("qwen3-moe") if wide else make_target("qwen3-moe")
+    target = make_mixture("qwen3-moe") if large_weights else make_target("qwen3-moe")
     target.model.to(dtype)
     assert isinstance(build_verifier(target, LENGTH), HFPagedTarget)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("constant", ["alpha", "limit"])
-def test_another_activation_is_noticed(
+def test_another_activation_is_detected(
     constant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A subclass of GPT-OSS' experts that computes something else."""
+    """A patched activation of the GPT-OSS experts."""
     target = make_mixture("gpt-oss")
     own = GptOssExperts._apply_gate
 
     def apply_gate(self: Any, gate_up: Tensor) -> Tensor:
-        kept = getattr(self, constant)
-        setattr(self, constant, 0.3 * kept if constant == "alpha" else 0.2)
+        original = getattr(self, constant)
+        setattr(self, constant, 0.3 * original if constant == "alpha" else 0.2)
         try:
             return own(self, gate_up)
         finally:
-            setattr(self, constant, kept)
+            setattr(self, constant, original)
 
     monkeypatch.setattr(GptOssExperts, "_apply_gate", apply_gate)
     target.model.to(dtype)

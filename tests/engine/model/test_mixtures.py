@@ -1,4 +1,4 @@
-"""Mixtures of experts in the fused path: every token is that of transformers' `generate`."""
+"""Fused mixtures of experts: every token equals that of `generate` in transformers."""
 
 import random
 from functools import cache
@@ -20,7 +20,7 @@ from peagle.target.experts.stored_experts import StoredExperts
 from peagle.target.quantized.formats import WEIGHT_FORMATS
 from peagle.target.quantized.write import quantize
 from tests.support.engine.decoding import tokens_of
-from tests.support.engine.engines import Asked, engine_of, steps_of
+from tests.support.engine.engines import EngineRequest, engine_of, steps_of
 from tests.support.engine.planting import plant_random
 from tests.support.fuzzing.run import RandomPolicy
 from tests.support.kernels.cpu_features import needs_c
@@ -36,33 +36,33 @@ from tests.support.models.mxfp4_folders import save_mxfp4
 COUNT = 14  # tokens of an answer
 # Fewer pages than 64 requests need.
 CROWDED = {"max_batch": 64, "kv_tokens": 1200, "prefill_chunk": 256}
-WAYS: dict[str, tuple[Method, dict[str, Any]]] = {
+DRAFTING: dict[str, tuple[Method, dict[str, Any]]] = {
     "none": ("none", {}),
     "p-eagle": ("p-eagle", {"k": 3}),
     "eagle3": ("eagle3", {"k": 2}),
     "adaptive": ("p-eagle", {"k": "auto"}),
     "trees": ("p-eagle", {"k": 4, "tree": 12}),
-    # Chains and trees change from step to step, at random: times would decide otherwise.
+    # Shapes change randomly from step to step, instead of by measured times.
     "adaptive trees": ("p-eagle", {"k": "auto", "tree": 12}),
 }
 ALWAYS_TESTED = [("qwen3-moe", "adaptive trees")]
 
 
-def sixty_four() -> list[Asked]:
-    """Prompts of a few lengths; many begin alike."""
-    chance = random.Random(5)
-    common = [chance.randrange(6, 96) for _ in range(16)]
-    lengths = [(0, 5), (0, 12), (8, 4), (16, 7)]  # of the common part, and of the own
+def sixty_four_requests() -> list[EngineRequest]:
+    """Prompts of a few lengths, many with common prefixes."""
+    rng = random.Random(5)
+    common = [rng.randrange(6, 96) for _ in range(16)]
+    lengths = [(0, 5), (0, 12), (8, 4), (16, 7)]  # lengths of the common and of the own part
     return [
         (
-            common[:shared] + [chance.randrange(6, 96) for _ in range(own)],
+            common[:shared] + [rng.randrange(6, 96) for _ in range(own)],
             {"max_tokens": COUNT, "ignore_eos": True},
         )
         for shared, own in lengths * 16
     ]
 
 
-ASKED = sixty_four()
+REQUESTS = sixty_four_requests()
 
 
 @cache
@@ -76,78 +76,84 @@ def pair(name: str, device: str = "cpu", rounded: bool = False) -> LoadedPair:
 
 @cache
 def generated(name: str, device: str = "cpu", rounded: bool = False) -> list[list[int]]:
-    return generate_all(pair(name, device, rounded).target, ASKED, COUNT)
+    return generate_all(pair(name, device, rounded).target, REQUESTS, COUNT)
 
 
 def answer_all(
-    used: LoadedPair, way: str, right: list[list[int]], asked: list[Asked], **options: Any
+    tested_pair: LoadedPair,
+    drafting: str,
+    right: list[list[int]],
+    requests: list[EngineRequest],
+    **options: Any,
 ) -> Any:
-    """Answers and the engine; drafts are planted, so that many are accepted."""
-    method, settings = WAYS[way]
-    engine = engine_of(used, method, **CROWDED | settings | options)
+    """The answers with planted drafts, so that many are accepted, and the engine."""
+    method, settings = DRAFTING[drafting]
+    engine = engine_of(tested_pair, method, **CROWDED | settings | options)
     assert isinstance(engine.loop.stepper.verifier, FusedLlamaTarget)
     engine.warm_up()
-    if way == "adaptive trees":
+    if drafting == "adaptive trees":
         engine.loop.drafts.policy = RandomPolicy(candidate_shapes(7, 12), seed=0)
-    streams = [engine.add(ids, id=str(i), **more) for i, (ids, more) in enumerate(asked)]
-    chance = random.Random(1)
+    streams = [engine.add(ids, id=str(i), **more) for i, (ids, more) in enumerate(requests)]
+    rng = random.Random(1)
     answers = {str(i): answer for i, answer in enumerate(right)}
     while engine.step():
         engine.check_integrity()
-        plant_random(engine, answers, chance)
+        plant_random(engine, answers, rng)
     return [tokens_of(steps_of(stream)) for stream in streams], engine
 
 
-def check_sixty_four(name: str, way: str, device: str, rounded: bool = False) -> None:
+def check_sixty_four(name: str, drafting: str, device: str, rounded: bool = False) -> None:
     right = generated(name, device, rounded)
-    answers, engine = answer_all(pair(name, device, rounded), way, right, ASKED)
+    answers, engine = answer_all(pair(name, device, rounded), drafting, right, REQUESTS)
     assert answers == right
     assert engine.loop.scheduler.preemptions and engine.loop.scheduler.allocator.hit_tokens
-    if way == "adaptive trees":
+    if drafting == "adaptive trees":
         assert len(engine.metrics.k_steps) > 2 and 12 in engine.metrics.k_steps
-    if way not in ("none", "adaptive"):  # which may choose not to draft
+    if drafting not in ("none", "adaptive"):  # These may run without drafts.
         assert engine.metrics.acceptance_length > 1.3
     assert engine.loop.graphs.enabled == (device == "cuda")
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "drafting"),
     [
-        # Every way for one of them; chains and trees for the others.
+        # One mixture is tested with all drafting; the others with chains and trees.
         pytest.param(
             name,
-            way,
+            drafting,
             marks=[]
-            if name == "gpt-oss" or way in ("p-eagle", "trees") or (name, way) in ALWAYS_TESTED
+            if name == "gpt-oss"
+            or drafting in ("p-eagle", "trees")
+            or (name, drafting) in ALWAYS_TESTED
             else pytest.mark.slow,
         )
         for name in MIXTURES
-        for way in WAYS
+        for drafting in DRAFTING
     ],
 )
-def test_sixty_four_requests_equal_generate(name: str, way: str) -> None:
-    check_sixty_four(name, way, "cpu")
+def test_sixty_four_requests_equal_generate(name: str, drafting: str) -> None:
+    check_sixty_four(name, drafting, "cpu")
 
 
 @needs_c
-@pytest.mark.parametrize("way", ["p-eagle", "trees"])
+@pytest.mark.parametrize("drafting", ["p-eagle", "trees"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_weights_of_bfloat16_run_in_c(name: str, way: str) -> None:
+def test_weights_of_bfloat16_run_in_c(name: str, drafting: str) -> None:
     verifier = build_verifier(pair(name, rounded=True).target, 64)
     assert isinstance(verifier, FusedLlamaTarget) and verifier.cpu_layers is not None
-    check_sixty_four(name, way, "cpu", rounded=True)
+    check_sixty_four(name, drafting, "cpu", rounded=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_sixty_four_requests_equal_generate_on_a_gpu(name: str, way: str) -> None:
-    check_sixty_four(name, way, "cuda")
+def test_sixty_four_requests_equal_generate_on_a_gpu(name: str, drafting: str) -> None:
+    check_sixty_four(name, drafting, "cuda")
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_answers_vary(name: str) -> None:
-    """Otherwise the comparisons would show little."""
+    """Otherwise the comparisons would prove little."""
     answers = generated(name)
     assert len({tuple(answer) for answer in answers}) > 50
     assert len({token for answer in answers for token in answer}) > 50
@@ -155,16 +161,16 @@ def test_answers_vary(name: str) -> None:
 
 # Stored experts.
 
-FEW = ASKED[:12]
+FEW_REQUESTS = REQUESTS[:12]
 
 
 def check_few(target: Target, expected: Target) -> None:
-    """The engine's tokens are those of transformers, with and without drafts."""
-    right = generate_all(expected, FEW, COUNT)
+    """The tokens of the engine equal transformers, with and without drafts."""
+    right = generate_all(expected, FEW_REQUESTS, COUNT)
     assert len({tuple(answer) for answer in right}) > 8
-    assert generate_all(target, FEW, COUNT) == right
-    for way in ("none", "p-eagle", "eagle3", "trees"):
-        assert answer_all(mixture_pair(target), way, right, FEW)[0] == right
+    assert generate_all(target, FEW_REQUESTS, COUNT) == right
+    for drafting in ("none", "p-eagle", "eagle3", "trees"):
+        assert answer_all(mixture_pair(target), drafting, right, FEW_REQUESTS)[0] == right
 
 
 @pytest.mark.parametrize(
@@ -183,7 +189,7 @@ def test_8_bit_experts(name: str, width: str, format: str, tmp_path: Path) -> No
 
 
 def test_mxfp4_experts(tmp_path: Path) -> None:
-    """The expected tokens are those of transformers' own module, with dequantized weights."""
+    """The expected tokens are from the module of transformers, with dequantized weights."""
     model = save_mxfp4(tmp_path, **MIXTURES["gpt-oss"])
     target = load_target(tmp_path, torch.float32, "cpu")
     verifier = build_verifier(target, 64)

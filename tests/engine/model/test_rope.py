@@ -1,7 +1,7 @@
-"""Targets whose RoPE depends on the length of a pass: the engine near the boundary.
+"""RoPE that depends on the length of a pass: the engine near the boundary between two factors.
 
-Short requests beside long ones, drafts across the boundary, preemption and prefix cache there give
-the answers of the reference, by both verifiers.
+Both verifiers give the answers of the reference for short requests beside long ones, drafts across
+the boundary, preemption and the prefix cache.
 """
 
 from typing import Any
@@ -17,7 +17,14 @@ from peagle.errors import UserError
 from peagle.loaded import LoadedPair
 from peagle.regenerate.batch_generator import BatchGenerator, BatchRequest
 from tests.support.engine.decoding import tokens_of
-from tests.support.engine.engines import Asked, alone, ask, engine_of, pair_of, serve
+from tests.support.engine.engines import (
+    EngineRequest,
+    ask,
+    engine_of,
+    pair_of,
+    reference_steps,
+    serve,
+)
 from tests.support.models.rope_models import BOUNDARY, rope_drafter, rope_target
 
 VERIFIERS = {"phi3": HFPagedTarget, "llama": FusedLlamaTarget, "dynamic": FusedLlamaTarget}
@@ -36,8 +43,8 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return torch.randint(6, 96, (length,), generator=generator).tolist()
 
 
-def near_the_boundary(context: int) -> list[Asked]:
-    """Short ones, long ones and ones that cross the boundary, to the context's end at the most."""
+def near_the_boundary(context: int) -> list[EngineRequest]:
+    """Requests before, across and after the boundary, within the context."""
     lengths = (4, BOUNDARY - 8, BOUNDARY - 2, BOUNDARY + 20)
     settings = {"max_tokens": 14, "ignore_eos": True}
     return [(ids(length), settings) for length in lengths if length < context]
@@ -53,31 +60,31 @@ def test_a_short_answer_beside_a_long_one(name: str) -> None:
         engine = engine_of(loaded, "none", **ROOMY)
         streams = [engine.add(x, max_tokens=8, ignore_eos=True) for x in (short, long)]
         engine.drain()
-        beside = tokens_of([piece.step for piece in streams[0] if piece.step])
+        batched = tokens_of([piece.step for piece in streams[0] if piece.step])
         assert (
-            beside
+            batched
             == single
-            == tokens_of(alone(loaded, "none", short, max_tokens=8, ignore_eos=True))
+            == tokens_of(reference_steps(loaded, "none", short, max_tokens=8, ignore_eos=True))
         )
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("name", "context"), CASES)
 def test_the_engine_equals_the_reference(name: str, context: int | None, method: Method) -> None:
-    """Also its drafts: they show that the drafter's table is the drafter's own RoPE."""
+    """Drafts are compared as well, which tests the RoPE table of the drafter."""
     loaded = pair(name, context)
     engine = engine_of(loaded, method, **ROOMY)
     assert isinstance(engine.loop.stepper.verifier, VERIFIERS[name])
     for prompt, settings in near_the_boundary(loaded.target.context):
         _, pieces = ask(engine, prompt, **settings)
-        assert [piece.step for piece in pieces if piece.step] == alone(
+        assert [piece.step for piece in pieces if piece.step] == reference_steps(
             loaded, method, prompt, **settings
         )
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_drafts_across_the_boundary_change_nothing(name: str) -> None:
-    """For dynamic NTK the boundary is the context's end, and drafts reach beyond it."""
+def test_drafts_across_the_boundary_do_not_change_answers(name: str) -> None:
+    """With dynamic NTK, the boundary is the end of the context, and drafts exceed it."""
     loaded = pair(name)
     plain, drafting = (engine_of(loaded, method, 7, **ROOMY) for method in ("none", "p-eagle"))
     for seed in range(3):
@@ -90,7 +97,7 @@ def test_drafts_across_the_boundary_change_nothing(name: str) -> None:
     ("name", "context", "options"),
     [
         *((*case, {}) for case in CASES),
-        # Without the cache once for each verifier.
+        # Once per verifier without the prefix cache.
         pytest.param("phi3", None, {"prefix_caching": False}, id="phi3-plain"),
         pytest.param("llama", None, {"prefix_caching": False}, id="llama-plain"),
     ],
@@ -98,14 +105,16 @@ def test_drafts_across_the_boundary_change_nothing(name: str) -> None:
 def test_preemption_and_the_prefix_cache(
     name: str, context: int | None, options: dict[str, Any]
 ) -> None:
-    """Growing answers run out of pages: requests cross the boundary, are preempted, begin again."""
+    """Requests cross the boundary, are preempted when pages run out, and are recomputed."""
     loaded = pair(name, context)
     settings = {"max_tokens": 32, "ignore_eos": True}
-    asked: list[Asked] = [(ids(BOUNDARY - 28 + n), settings) for n in range(4)]
-    expected = [tokens_of(alone(loaded, "none", prompt, **settings)) for prompt, _ in asked]
+    crossing: list[EngineRequest] = [(ids(BOUNDARY - 28 + n), settings) for n in range(4)]
+    expected = [
+        tokens_of(reference_steps(loaded, "none", prompt, **settings)) for prompt, _ in crossing
+    ]
     engine = engine_of(loaded, "p-eagle", **{"kv_tokens": 110, "prefill_chunk": 24} | options)
-    for _ in range(2):  # The second time, the prefix cache knows the prompts.
-        assert [tokens_of(steps) for steps in serve(engine, asked, (0, 1))] == expected
+    for _ in range(2):  # The prompts of the second run are in the prefix cache.
+        assert [tokens_of(steps) for steps in serve(engine, crossing, (0, 1))] == expected
     status = engine.status()
     assert status["preemptions"] > 0
     assert (status["prefix_hits"] > 0) == (not options)
@@ -122,10 +131,10 @@ def test_another_context_needs_another_target(name: str) -> None:
 
 @pytest.mark.parametrize("trained_for", [BOUNDARY, None])
 @pytest.mark.parametrize("context", [BOUNDARY, None])
-def test_the_drafters_table_is_the_one_it_was_trained_with(
+def test_the_rope_table_is_that_of_the_drafter(
     context: int | None, trained_for: int | None
 ) -> None:
-    """Whatever the engine's context: a drafter's RoPE is a part of its own config."""
+    """The RoPE of a drafter is part of its config, and does not depend on the context."""
     drafter = rope_drafter(rope_target("phi3", trained_for))
     cos, sin = drafter.rope(torch.zeros(1), torch.arange(9)[None])  # [1, 9, dims], as in training
     loaded = pair_of(rope_target("phi3", context), {"p-eagle": drafter})
@@ -138,18 +147,18 @@ def test_the_drafters_table_is_the_one_it_was_trained_with(
 
 
 @pytest.mark.parametrize("context", [BOUNDARY, None])
-def test_regenerated_answers_are_those_of_the_engine(context: int | None) -> None:
-    """Although the slots are far shorter than the context."""
+def test_regenerated_answers_equal_the_engine(context: int | None) -> None:
+    """The slots are far shorter than the context."""
     loaded = pair("phi3", context)
     generator = BatchGenerator(loaded.target, slots=2, capacity=40, stop_loops=False)
     requests = [BatchRequest(i, ids(10, seed=i), 20) for i in range(3)]
     for answer in generator.run(iter(requests)):
-        steps = alone(loaded, "none", ids(10, seed=answer.key), max_tokens=20)
+        steps = reference_steps(loaded, "none", ids(10, seed=answer.key), max_tokens=20)
         assert answer.ids == tokens_of(steps)
 
 
 def test_engines_of_a_benchmark_have_the_targets_rope() -> None:
-    """They get the shortest context for the load, but not one with other frequencies."""
+    """They have the shortest context that fits the load and keeps the frequencies."""
     loaded = pair("phi3")
     pool = EnginePool(loaded, max_batch=2, max_length=12, kv_tokens=64, exact=False)
     assert pool.engine("none", 1).context == BOUNDARY + 1

@@ -1,5 +1,5 @@
-"""Both verifiers give the logits of transformers,
-and a model that only looks like a Llama is detected.
+"""Both verifiers give the logits of transformers; models that are not exactly Llama-like are
+detected.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ TAPS = (0, 2, 3)
 LENGTH = 60
 PAGE = 8
 FOUR = {**SIZES, "num_hidden_layers": 4}
-LATENT = {  # attention
+LATENT_ATTENTION = {
     "head_dim": 8,
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -112,7 +112,8 @@ LLAMA_LIKE: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**FOUR),
     "qwen3, window": Qwen3Config(**FOUR, **SLIDING, sliding_window=9),
 }
-NOT_LLAMA: dict[str, PretrainedConfig] = {  # the modules of a Llama, but not its arithmetic
+# They have the modules of a Llama, but compute something else.
+NOT_LLAMA: dict[str, PretrainedConfig] = {
     "granite": GraniteConfig(
         **FOUR, residual_multiplier=0.5, embedding_multiplier=3.0, logits_scaling=2.0
     ),
@@ -125,7 +126,7 @@ NOT_LLAMA: dict[str, PretrainedConfig] = {  # the modules of a Llama, but not it
 
 
 def target_of(config: PretrainedConfig) -> Target:
-    """Random weights; biases and norms that are not zero and one."""
+    """A target with random weights, in which no bias is zero and no norm is one."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -136,8 +137,8 @@ def target_of(config: PretrainedConfig) -> Target:
     return Target(model)
 
 
-def truth(target: Target, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and taps of transformers' own pass."""
+def transformers_outputs(target: Target, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and taps of a pass of transformers."""
     target.tap(TAPS)
     out = target.forward(ids)
     return out.logits, out.hidden
@@ -146,7 +147,7 @@ def truth(target: Target, ids: Tensor) -> tuple[Tensor, Tensor]:
 def in_chunks(
     verifier: Verifier, target: Target, ids: Tensor, sizes: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Run two equal requests over scattered pages, in chunks of these sizes; they must agree."""
+    """Run two equal requests over scattered pages in chunks, and check that they agree."""
     verifier.taps = TAPS
     pages = -(-len(ids) // PAGE)
     kv_cache = KVCache(target_kv_shapes(target), 2 * pages, PAGE, target.device)
@@ -173,7 +174,7 @@ def in_chunks(
 
 def check(verifier: Verifier, target: Target, ids: Tensor, sizes: tuple[int, ...]) -> None:
     for mine, theirs in zip(
-        in_chunks(verifier, target, ids, sizes), truth(target, ids), strict=True
+        in_chunks(verifier, target, ids, sizes), transformers_outputs(target, ids), strict=True
     ):
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-3)
 
@@ -197,7 +198,7 @@ def test_both_verifiers_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_LLAMA)
-def test_a_model_that_only_looks_like_a_llama_is_not_fused(name: str) -> None:
+def test_models_with_other_arithmetic_are_not_fused(name: str) -> None:
     target = target_of(NOT_LLAMA[name])
     verifier = build_verifier(target, LENGTH)
     assert isinstance(verifier, HFPagedTarget)
@@ -205,8 +206,8 @@ def test_a_model_that_only_looks_like_a_llama_is_not_fused(name: str) -> None:
 
 
 @pytest.fixture
-def dry_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Passes run as on a GPU, but compute; returns whether their kernels were awaited."""
+def compile_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run compile passes as on a GPU, and record whether they wait for their kernels."""
     passes: list[str] = []
 
     def compile_ahead(
@@ -220,17 +221,19 @@ def dry_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return passes
 
 
-def test_kernels_of_later_passes_start_to_compile_before_the_probe(dry_passes: list[str]) -> None:
+def test_kernels_of_later_passes_start_to_compile_before_the_probe(
+    compile_passes: list[str],
+) -> None:
     target = target_of(next(iter(LLAMA_LIKE.values())))
     fused: list[FusedLlamaTarget] = []
     chosen = build_verifier(target, LENGTH, fused.append)
     assert fused == [chosen]
-    # The target's own pass, the fused layers, and what follows; then the first two once more.
-    assert dry_passes == ["start"] * 3 + ["compile"] * 2
+    # The pass of transformers, the fused layers and later passes; then the first two again.
+    assert compile_passes == ["start"] * 3 + ["compile"] * 2
     check(chosen, target, IDS, CHUNKS[1])
 
 
-def test_dry_passes_leave_out_layers_with_the_kernels_of_another(
+def test_compile_passes_skip_layers_with_the_same_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = target_of(LlamaConfig(**{**SIZES, "num_hidden_layers": 7}))
@@ -250,14 +253,14 @@ def test_dry_passes_leave_out_layers_with_the_kernels_of_another(
 
 
 @pytest.mark.parametrize("name", NOT_LLAMA)
-def test_passes_that_ran_dry_fuse_no_other_model(name: str, dry_passes: list[str]) -> None:
+def test_compile_passes_do_not_affect_the_probe(name: str, compile_passes: list[str]) -> None:
     target = target_of(NOT_LLAMA[name])
     chosen = build_verifier(target, LENGTH, lambda fused: None)
     assert isinstance(chosen, HFPagedTarget)
     check(chosen, target, IDS, CHUNKS[1])
 
 
-def test_scaling_behind_the_context_of_the_engine_is_no_obstacle() -> None:
+def test_scaling_beyond_the_context_of_the_engine_is_allowed() -> None:
     """Ministral 3 is a Llama up to `original_max_position_embeddings`."""
     target = target_of(ministral3(beta=0.5, original=64))
     assert isinstance(build_verifier(target, 64), FusedLlamaTarget)
@@ -266,8 +269,8 @@ def test_scaling_behind_the_context_of_the_engine_is_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize("original", [64, 200])
-def test_scaled_queries_are_noticed_in_half_precision(original: int) -> None:
-    """Where a difference of the logits may be taken for rounding."""
+def test_scaled_queries_are_detected_in_half_precision(original: int) -> None:
+    """There, a difference of the logits could be mistaken for rounding."""
     target = target_of(ministral3(beta=0.1, original=original))
     target.model.to(torch.bfloat16)
     assert isinstance(build_verifier(target, 256), HFPagedTarget)
@@ -280,7 +283,7 @@ def test_scaled_queries_are_noticed_in_half_precision(original: int) -> None:
 def test_attention_with_unknown_options_is_not_fused(
     option: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A soft cap far above the scores of the probe does not show in its logits."""
+    """A soft cap far above the scores of the probe has no effect on its logits."""
     target = target_of(LLAMA_LIKE["llama"])
     own = LlamaAttention.forward
 
@@ -314,10 +317,11 @@ def test_the_context_of_llama_4_ends_where_its_attention_changes(config: Pretrai
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (BertConfig(**FOUR), "compute something else"),  # sees later tokens
-        (DiffLlamaConfig(**FOUR | {"head_dim": 8}), "compute something else"),  # attends twice
+        (BertConfig(**FOUR), "compute something else"),  # Rows attend to later tokens.
+        # Its attention runs twice.
+        (DiffLlamaConfig(**FOUR | {"head_dim": 8}), "compute something else"),
         (NemotronConfig(**FOUR), "does not pass arguments on"),
-        (DeepseekV3Config(**FOUR | LATENT), "keys and values differ in size"),
+        (DeepseekV3Config(**FOUR | LATENT_ATTENTION), "keys and values differ in size"),
     ],
 )
 def test_targets_that_pages_cannot_run_are_refused(config: PretrainedConfig, words: str) -> None:
@@ -352,8 +356,8 @@ def test_every_architecture(name: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7, PROBE_TOKENS + 10])
-def test_a_window_that_only_the_mask_states(window: int | None) -> None:
-    """Phi-MoE does not pass it to its attention function."""
+def test_a_window_that_is_only_in_the_mask(window: int | None) -> None:
+    """Phi-MoE does not pass its window to the attention function."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     target = target_of(PhimoeConfig(**FOUR, **experts, sliding_window=window))
     verifier = build_verifier(target, LENGTH)
@@ -373,7 +377,9 @@ def test_logits_of_some_rows(name: str) -> None:
     rows = RowPass(positions, positions, tables, count * 0, count, count * 0, 20, PAGE)
     with torch.inference_mode():
         logits, hidden = verifier.forward(IDS[:20], rows, kv_cache, torch.tensor([3, 19]))
-    torch.testing.assert_close(logits, truth(target, IDS[:20])[0][[3, 19]], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        logits, transformers_outputs(target, IDS[:20])[0][[3, 19]], atol=1e-4, rtol=1e-3
+    )
     assert hidden.shape == (20, 0)
 
 
@@ -385,7 +391,7 @@ def linears(layer: Any) -> list[list[Any]]:
     return [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
 
 
-def owned(target: Target) -> int:
+def weight_bytes(target: Target) -> int:
     """Bytes of all weights, each storage counted once."""
     pieces = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
@@ -395,15 +401,16 @@ def owned(target: Target) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama, attention biases", "qwen2, tied", "qwen3"])
-def test_merging_costs_no_copy_and_changes_nothing(name: str) -> None:
+def test_merged_weights_are_not_copied_and_stay_equal(name: str) -> None:
     target = target_of(LLAMA_LIKE[name])
-    before, size = truth(target, IDS), owned(target)
+    before, size = transformers_outputs(target, IDS), weight_bytes(target)
     state = {key: value.clone() for key, value in target.model.state_dict().items()}
     fused = build_verifier(target, LENGTH)
     assert isinstance(fused, FusedLlamaTarget)
-    assert owned(target) == size
+    assert weight_bytes(target) == size
     assert all(
-        torch.equal(mine, theirs) for mine, theirs in zip(truth(target, IDS), before, strict=True)
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(transformers_outputs(target, IDS), before, strict=True)
     )
     assert all(torch.equal(value, state[key]) for key, value in target.model.state_dict().items())
     for layer, module in zip(fused.layers, target.layers, strict=True):
@@ -433,7 +440,7 @@ def weights(parts: list[Any]) -> Tensor:
     return torch.cat([part.weight for part in parts])
 
 
-def test_weights_that_lie_apart_are_not_taken_for_merged() -> None:
+def test_separate_weights_are_not_merged() -> None:
     first, second = torch.nn.Linear(4, 6), torch.nn.Linear(4, 2)
     assert not are_merged([first, second])
     weight, bias = merge_linears([first, second])
@@ -450,11 +457,11 @@ def test_engines_of_one_target_are_probed_once(name: str, monkeypatch: pytest.Mo
     probes: list[int] = []
     probe = verifier.VerifierProbe
 
-    def counted(*args: Any) -> VerifierProbe:
+    def record(*args: Any) -> VerifierProbe:
         probes.append(args[-1])
         return probe(*args)
 
-    monkeypatch.setattr(verifier, "VerifierProbe", counted)
+    monkeypatch.setattr(verifier, "VerifierProbe", record)
     target = make_target(name)
     kinds = [type(build_verifier(target, length)) for length in (64, 64, 32, 64)]
     assert len(set(kinds)) == 1 and probes == [64, 32]  # Other positions are probed again.

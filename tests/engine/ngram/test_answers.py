@@ -1,4 +1,4 @@
-"""N-gram drafts change no answer: alone, beside a drafter, with all that a request may ask for."""
+"""N-gram drafts do not change answers, with or without a drafter, for any options of requests."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from peagle.errors import UserError
 from peagle.grammar import Grammar
 from tests.support.engine.decoding import tokens_of
 from tests.support.engine.engines import (
-    alone,
     ask,
     engine_of,
+    reference_steps,
     serve,
     small,
     small_with_words,
@@ -31,8 +31,8 @@ DRAFTING: list[dict[str, Any]] = [
 ]
 
 
-def requests(**settings: Any) -> list[tuple[list[int], dict[str, Any]]]:
-    """Eight prompts that repeat themselves, and share prefixes."""
+def make_requests(**settings: Any) -> list[tuple[list[int], dict[str, Any]]]:
+    """Eight prompts with repeated phrases and common prefixes."""
     return [
         (PHRASE * 3 + [20 + i] + PHRASE[: 2 + i % 3], {"max_tokens": 24, "seed": i, **settings})
         for i in range(8)
@@ -42,15 +42,15 @@ def requests(**settings: Any) -> list[tuple[list[int], dict[str, Any]]]:
 @pytest.mark.parametrize("drafting", DRAFTING, ids=str)
 def test_eight_requests_get_the_answers_of_none(drafting: dict[str, Any]) -> None:
     pair = small_with_words()
-    asked = requests(ignore_eos=True)
-    asked[1::2] = requests(temperature=0.9, top_p=0.9)[1::2]
-    asked[2][1]["stop"] = ("w35",)
-    plain = [tokens_of(steps) for steps in serve(engine_of(pair, "none"), asked)]
+    requests = make_requests(ignore_eos=True)
+    requests[1::2] = make_requests(temperature=0.9, top_p=0.9)[1::2]
+    requests[2][1]["stop"] = ("w35",)
+    plain = [tokens_of(steps) for steps in serve(engine_of(pair, "none"), requests)]
     engine = engine_of(pair, **drafting)
-    steps = serve(engine, asked)
+    steps = serve(engine, requests)
     assert [tokens_of(each) for each in steps] == plain
     assert any(step.accepted for each in steps for step in each)
-    # Adaptive drafting follows measured times: how many pages it needs is not known before.
+    # Adaptive drafting depends on measured times, so its need for pages varies.
     assert engine.loop.scheduler.preemptions or drafting["k"] == "auto"
     assert engine.loop.scheduler.allocator.hit_tokens
 
@@ -59,22 +59,22 @@ def test_eight_requests_get_the_answers_of_none(drafting: dict[str, Any]) -> Non
 def test_grammars(drafting: dict[str, Any]) -> None:
     pair = small_with_letters()
     grammar = Grammar.regex("(abab|ba){3,8}")
-    asked = [(ids, {"max_tokens": 30, "grammar": grammar}) for ids, _ in requests()[:3]]
-    plain = [tokens_of(steps) for steps in serve(engine_of(pair, "none"), asked)]
-    assert [tokens_of(steps) for steps in serve(engine_of(pair, **drafting), asked)] == plain
+    requests = [(ids, {"max_tokens": 30, "grammar": grammar}) for ids, _ in make_requests()[:3]]
+    plain = [tokens_of(steps) for steps in serve(engine_of(pair, "none"), requests)]
+    assert [tokens_of(steps) for steps in serve(engine_of(pair, **drafting), requests)] == plain
 
 
-def test_a_request_alone_drafts_what_the_reference_drafts() -> None:
-    for ids, settings in requests(ignore_eos=True)[:4]:
+def test_drafts_of_one_request_equal_the_reference() -> None:
+    for ids, settings in make_requests(ignore_eos=True)[:4]:
         engine = engine_of(small(), "ngram", 4)
         stream = engine.add(ids, **settings)
         engine.drain()
-        assert steps_of(stream) == alone(small(), "ngram", ids, 4, **settings)
+        assert steps_of(stream) == reference_steps(small(), "ngram", ids, 4, **settings)
 
 
-def test_the_drafter_goes_on_where_ngrams_end() -> None:
-    """Its KV cache is up to date: its drafts are those of an engine without n-grams."""
-    ids, settings = requests(ignore_eos=True)[0]
+def test_the_drafter_continues_after_ngrams() -> None:
+    """The KV cache of the drafter is up to date, so its drafts do not depend on n-grams."""
+    ids, settings = make_requests(ignore_eos=True)[0]
     engine = engine_of(small(), "p-eagle", 3, ngram=True, max_batch=1)
     ngrams = engine._stepper.slots.ngram
     assert isinstance(ngrams, HostNgramSlots)
@@ -86,13 +86,13 @@ def test_the_drafter_goes_on_where_ngrams_end() -> None:
     ngrams.skips_drafter = False
     engine.drain()
     steps = steps_of(stream)
-    plain = alone(small(), "p-eagle", ids, 3, **settings)
-    tokens = len(tokens_of(steps[:5]))  # The first step verifies what was drafted before.
+    plain = reference_steps(small(), "p-eagle", ids, 3, **settings)
+    tokens = len(tokens_of(steps[:5]))  # The first of these steps verifies an n-gram draft.
     assert any(len(tokens_of(plain[:i])) == tokens for i in range(len(plain)))
     assert steps[5:] == plain[next(i for i in range(99) if len(tokens_of(plain[:i])) == tokens) :]
 
 
-def test_drafts_by_lookup_are_the_default_on_a_cpu() -> None:
+def test_ngrams_are_the_default_on_a_cpu() -> None:
     for k, tree, expected in (("auto", None, True), ("auto", 9, False), (3, None, False)):
         engine = engine_of(small(), "p-eagle", k, tree=tree)
         assert engine.ngram == expected
@@ -108,7 +108,7 @@ def test_drafts_by_lookup_are_the_default_on_a_cpu() -> None:
         (EngineConfig(method="ngram", k=3, tree=9), "Leave out `tree`"),
     ],
 )
-def test_what_cannot_be_is_refused(config: EngineConfig, message: str) -> None:
+def test_invalid_configs_are_refused(config: EngineConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Engine(small(), config)
 

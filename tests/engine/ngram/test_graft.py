@@ -1,4 +1,4 @@
-"""An n-gram draft as a branch of a tree."""
+"""Grafting an n-gram draft onto a draft tree."""
 
 import random
 
@@ -13,13 +13,13 @@ from peagle.kernels.triton.build_tree import DraftTrees
 Path = tuple[int, ...]
 
 
-def random_tree(chance: random.Random, trees: DraftTrees, slot: int, shape: DraftShape) -> None:
-    """Distinct children everywhere, up to the depth of the shape."""
+def random_tree(rng: random.Random, trees: DraftTrees, slot: int, shape: DraftShape) -> None:
+    """Write a random tree with distinct children, up to the depth of the shape."""
     paths: list[Path] = [()]
     for node in range(shape.nodes):
         while True:
-            parent = chance.randrange(len(paths))
-            path = (*paths[parent], chance.randrange(4))
+            parent = rng.randrange(len(paths))
+            path = (*paths[parent], rng.randrange(4))
             if len(path) <= shape.k and path not in paths:
                 break
         paths.append(path)
@@ -31,7 +31,7 @@ def random_tree(chance: random.Random, trees: DraftTrees, slot: int, shape: Draf
 
 
 def paths_of(trees: DraftTrees, slot: int, count: int) -> list[Path]:
-    """The path of every node; checks that depths and masks agree with the parents."""
+    """The path of every node. Asserts that depths and masks match the parents."""
     paths: list[Path] = [()]
     masks = [1]
     for node in range(count):
@@ -45,18 +45,18 @@ def paths_of(trees: DraftTrees, slot: int, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("shape", [DraftShape(3, 5), DraftShape(4, 15), DraftShape(7, 31)], ids=str)
-def test_the_branch_is_in_the_tree_and_the_likely_nodes_stay(shape: DraftShape) -> None:
-    chance = random.Random(0)
+def test_the_branch_is_added_and_likely_nodes_are_kept(shape: DraftShape) -> None:
+    rng = random.Random(0)
     for _ in range(40):
         trees = empty_trees(3, shape, torch.device("cpu"))
         trees.masks[:, 0] = 1
         for slot in range(3):
-            random_tree(chance, trees, slot, shape)
+            random_tree(rng, trees, slot, shape)
         before = [paths_of(trees, slot, shape.nodes) for slot in range(3)]
-        drafts = torch.tensor([[chance.randrange(4) for _ in range(shape.k)] for _ in range(2)])
+        drafts = torch.tensor([[rng.randrange(4) for _ in range(shape.k)] for _ in range(2)])
         graft_branch(trees, torch.tensor([2, 0]), drafts, torch.tensor([True, False]), shape)
         after = [paths_of(trees, slot, shape.nodes) for slot in range(3)]
-        assert after[:2] == before[:2]  # Not among the slots, and not used.
+        assert after[:2] == before[:2]  # Slot 1 is not given, and the draft of slot 0 is not used.
         branch = tuple(drafts[0].tolist())
         prefixes = [branch[: i + 1] for i in range(shape.k)]
         assert set(prefixes) <= set(after[2]) and len(set(after[2])) == shape.nodes

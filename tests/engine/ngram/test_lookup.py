@@ -1,4 +1,4 @@
-"""The lookups of GPU and CPU find what the definition finds."""
+"""The n-gram lookups of GPU and CPU equal the reference."""
 
 import random
 
@@ -16,16 +16,17 @@ from peagle.reference.ngram import match_length, propose_ngram
 
 
 def test_both_lookups_equal_the_reference() -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
-        count = chance.randint(1, 4)
-        k = chance.randint(1, 15)
+        count = rng.randint(1, 4)
+        k = rng.randint(1, 15)
         texts = [
-            [chance.randrange(chance.choice([2, 3, 8])) for _ in range(chance.randint(1, 40))]
+            [rng.randrange(rng.choice([2, 3, 8])) for _ in range(rng.randint(1, 40))]
             for _ in range(count)
         ]
-        width = max(map(len, texts)) + chance.randint(0, 5)
-        tokens = torch.randint(0, 3, (count, width), dtype=torch.int32)  # behind the newest: noise
+        width = max(map(len, texts)) + rng.randint(0, 5)
+        # Tokens after the newest are random.
+        tokens = torch.randint(0, 3, (count, width), dtype=torch.int32)
         for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = torch.tensor(text)
         newest = [len(text) - 1 for text in texts]
@@ -35,8 +36,8 @@ def test_both_lookups_equal_the_reference() -> None:
         for row, text in zip(tokens.numpy(), texts, strict=True):
             length, end = longest_match(row[: len(text)])
             assert length == match_length(text)[0]
-            found = continuation(row[: len(text)], end, k).tolist()
-            assert found == (propose_ngram(text, k) or [text[-1]] * k)
+            continued = continuation(row[: len(text)], end, k).tolist()
+            assert continued == (propose_ngram(text, k) or [text[-1]] * k)
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -48,14 +49,15 @@ def test_slots_use_matches_that_are_long_enough(on_host: bool) -> None:
     slots.write_prompt(0, [5, 6, 7, 5, 6])
     slots.write_prompt(2, [5, 6, 7, 8, 5, 6])
     index = torch.tensor([0, 2])
-    slots.append(index, torch.tensor([4, 5]), torch.tensor([[9, 1], [7, 1]]))  # of which one stays
+    # One of two tokens is kept.
+    slots.append(index, torch.tensor([4, 5]), torch.tensor([[9, 1], [7, 1]]))
     slots.look_up(index, torch.tensor([5, 6]))
     trees = empty_trees(3, DraftShape(2, 2), device)
     slots.write_drafts(index, trees, DraftShape(2, 2))
     assert trees.chain.tolist() == [[0, 0], [0, 0], [8, 5]]
 
 
-def test_the_host_decides_how_long_is_enough() -> None:
+def test_the_host_sets_the_minimum_match() -> None:
     slots = HostNgramSlots(1, 2, 16, 0)
     slots.write_prompt(0, [5, 6, 7, 8, 5, 6, 7])
     index = torch.tensor([0])

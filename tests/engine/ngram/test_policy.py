@@ -17,12 +17,12 @@ NEVER = MAX_NGRAM + 1
 
 
 def seconds(k: int) -> float:
-    """As on a CPU: up to eight rows cost little, more are proportional."""
+    """Costs of a CPU: little up to eight rows, then proportional."""
     return 0.02 + 0.001 * k + 0.0015 * max(0, k - 7)
 
 
-def drafting_policy(accepted: int) -> AdaptivePolicy:
-    """The policy of a drafter whose chains have accepted so many drafts in every step."""
+def policy_with_acceptance(accepted: int) -> AdaptivePolicy:
+    """A policy that saw chains of the drafter with `accepted` drafts in every step."""
     policy = AdaptivePolicy(candidate_shapes(7))
     for _ in range(100):
         shape = policy.choose(1).shape
@@ -34,8 +34,8 @@ def drafting_policy(accepted: int) -> AdaptivePolicy:
 def policy_after(
     outcomes: list[int], match_length: int = 8, accepted: int = 3
 ) -> tuple[NgramPolicy, NgramRecord]:
-    """A policy that saw so many n-gram drafts agree with the answer, in one step after another."""
-    policy = NgramPolicy(drafting_policy(accepted), 15, has_drafter=True)
+    """A policy that saw n-gram drafts; `outcomes`: the accepted drafts of each step."""
+    policy = NgramPolicy(policy_with_acceptance(accepted), 15, has_drafter=True)
     record = NgramRecord()
     for agreeing in outcomes:
         emitted = [*DRAFTS[:agreeing], 99][:15]
@@ -46,7 +46,7 @@ def policy_after(
     return policy, record
 
 
-def test_copies_are_drafted_by_lookup_and_verified_in_long_chains() -> None:
+def test_repeated_text_gets_long_ngram_chains() -> None:
     policy, record = policy_after([15] * 10)
     [min_match] = policy.min_matches(1, [record])
     assert min_match <= MAX_NGRAM
@@ -54,14 +54,14 @@ def test_copies_are_drafted_by_lookup_and_verified_in_long_chains() -> None:
     assert choice.shape == DraftShape(15, 15)
 
 
-def test_drafts_that_are_rejected_leave_the_drafter_alone() -> None:
+def test_rejected_ngrams_are_not_used() -> None:
     policy, record = policy_after([0] * 10)
     assert policy.min_matches(1, [record]) == [NEVER]
     fresh = NgramRecord()  # Another request learns from the same failures.
     assert policy.min_matches(1, [fresh]) == [NEVER]
 
 
-def test_a_good_drafter_is_not_replaced_by_middling_lookups() -> None:
+def test_a_good_drafter_is_preferred_to_mediocre_ngrams() -> None:
     policy, record = policy_after([3, 2, 4, 3] * 5, accepted=7)
     assert policy.min_matches(1, [record]) == [NEVER]
 
@@ -87,8 +87,8 @@ def test_expensive_rows_shorten_chains() -> None:
     assert choice.shape.k < 5
 
 
-def test_costs_of_one_request_say_little_about_eight() -> None:
-    """Steps in which one of eight drafts by lookup are never measured as such."""
+def test_costs_depend_on_the_batch() -> None:
+    """Mixed steps, with one n-gram draft of eight requests, are not measured separately."""
     policy, record = policy_after([15] * 10)
     for k in (0, 1, 3, 7):
         for _ in range(3):
@@ -100,7 +100,7 @@ def test_costs_of_one_request_say_little_about_eight() -> None:
     assert policy.choose(1, [(record, draft)], []).shape == DraftShape(15, 15)
 
 
-def test_a_cost_that_was_not_measured_for_long_is_estimated_anew() -> None:
+def test_old_costs_are_estimated_again() -> None:
     policy, _ = policy_after([15] * 10)
     assert policy.costs.sample_count(1, 11)
     for _ in range(200):
@@ -116,15 +116,15 @@ def test_fixed_chains_keep_their_length() -> None:
     assert policy.min_matches(2, [NgramRecord()] * 2) == [DEFAULT_MIN_MATCH] * 2
     draft = (NgramRecord(), NgramDraft(8, DRAFTS[:5], True))
     assert policy.choose(1, [draft], []).shape == DraftShape(5, 5)
-    alone = NgramPolicy(FixedPolicy(DraftShape(0, 0)), 5, has_drafter=False)
-    assert alone.min_matches(1, [NgramRecord()]) == [0]
+    ngram_only = NgramPolicy(FixedPolicy(DraftShape(0, 0)), 5, has_drafter=False)
+    assert ngram_only.min_matches(1, [NgramRecord()]) == [0]
 
 
 def test_undecided_drafts_are_not_evidence() -> None:
     acceptance = NgramAcceptance()
     record = NgramRecord()
-    acceptance.observe(record, 8, DRAFTS, DRAFTS[:2])  # A chain of one draft shows two tokens.
-    assert record.later.accepted == 1 and 0.5 < record.later.baseline < 1  # of one draft tried
+    acceptance.observe(record, 8, DRAFTS, DRAFTS[:2])  # A chain of one draft gives two tokens.
+    assert record.later.accepted == 1 and 0.5 < record.later.baseline < 1  # One draft was tried.
     acceptance.observe(record, 0, DRAFTS, [99])  # Nothing was proposed.
     assert record.first.accepted == 1
     first, later = acceptance.rates(record, 8)

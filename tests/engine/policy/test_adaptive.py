@@ -1,6 +1,6 @@
 """Adaptive drafting of chains on simulated engines.
 
-The chosen chain costs at most 3 % more than the best fixed one, and follows load and text.
+The chosen chains cost at most 3 % more than the best fixed one, and adapt to load and text.
 """
 
 from itertools import pairwise, product
@@ -30,12 +30,12 @@ from tests.support.engine.simulated import (
 
 CHAINS = candidate_shapes(7)
 PROFILES = {"good": GOOD, "poor": POOR, "bad": BAD}
-# Known costs, noise, steps planned ahead: every pair of values is in one of these.
+# (known costs, noise, steps planned ahead): every pair of values occurs.
 PAIRWISE = [(True, 0.05, True), (False, 0.05, False), (True, 0.0, False), (False, 0.0, True)]
 
 
 def simulated_loads() -> list[Any]:
-    """Every load with one of PAIRWISE in turn; the other settings in `make test-slow`."""
+    """Every load with one of PAIRWISE; `make test-slow` runs all combinations."""
     loads = product([gpu, busy, mixture], PROFILES, [1, 8, 64])
     settings = list(product([True, False], [0.0, 0.05], [True, False]))
     return [
@@ -46,7 +46,7 @@ def simulated_loads() -> list[Any]:
 
 
 @pytest.mark.parametrize(("cost", "profile", "batch", "known", "noise", "ahead"), simulated_loads())
-def test_never_three_percent_slower_than_the_best_fixed_k(
+def test_at_most_three_percent_slower_than_the_best_fixed_k(
     cost: Cost, profile: str, batch: int, known: bool, noise: float, ahead: bool
 ) -> None:
     policy = calibrated(cost, CHAINS) if known else AdaptivePolicy(CHAINS)
@@ -55,8 +55,8 @@ def test_never_three_percent_slower_than_the_best_fixed_k(
     assert simulation.run(1500, batch, PROFILES[profile]) < 1.03
 
 
-def test_the_simulation_tells_good_from_bad() -> None:
-    """The best K differs from load to load, and a fixed one is far off somewhere."""
+def test_the_simulation_distinguishes_shapes() -> None:
+    """The best K depends on the load, and every fixed K is bad for some load."""
     seven = Simulation(FixedPolicy(chain(7)), busy, CHAINS)
     no_draft = Simulation(FixedPolicy(NO_DRAFT), gpu, CHAINS)
     assert [no_draft.best(batch, GOOD).k for batch in (1, 8, 64)] == [7, 5, 3]
@@ -78,7 +78,7 @@ def test_the_simulation_tells_good_from_bad() -> None:
         pytest.param(False, 0.05, marks=pytest.mark.slow, id="unknown costs, noise"),
     ],
 )
-def test_follows_the_load(known: bool, noise: float) -> None:
+def test_adapts_to_the_load(known: bool, noise: float) -> None:
     simulation = Simulation(
         calibrated(gpu, CHAINS) if known else AdaptivePolicy(CHAINS), gpu, CHAINS, noise
     )
@@ -92,7 +92,7 @@ def test_follows_the_load(known: bool, noise: float) -> None:
 )
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("cost", [gpu, busy])
-def test_follows_the_text(cost: Cost, batch: int, seed: int) -> None:
+def test_adapts_to_the_text(cost: Cost, batch: int, seed: int) -> None:
     simulation = Simulation(calibrated(cost, CHAINS), cost, CHAINS, 0.05, seed)
     for profile in (GOOD, BAD, GOOD, POOR, GOOD):
         simulation.run(60, batch, profile)
@@ -104,7 +104,7 @@ def test_follows_the_text(cost: Cost, batch: int, seed: int) -> None:
 )
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_a_mixture_is_never_slower_than_without_drafts(batch: int, seed: int) -> None:
-    """Whatever the text. A draft of one request is expensive there, so drafts come back late."""
+    """For any text. Drafts of a single request are expensive, so they are resumed late."""
     simulation = Simulation(calibrated(mixture, CHAINS), mixture, CHAINS, 0.05, seed)
     for profile in (GOOD, BAD, GOOD, POOR, GOOD):
         simulation.run(60, batch, profile)
@@ -116,8 +116,8 @@ def test_a_mixture_is_never_slower_than_without_drafts(batch: int, seed: int) ->
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
-def test_follows_costs_that_change_for_good(factor: float) -> None:
-    """Drafting becomes more or less expensive: longer contexts, a slower machine."""
+def test_adapts_to_permanent_changes_of_costs(factor: float) -> None:
+    """Costs of drafting change permanently, as with longer contexts or a slower machine."""
 
     def later(batch: int, shape: DraftShape) -> float:
         return gpu(batch, NO_DRAFT) + factor * (gpu(batch, shape) - gpu(batch, NO_DRAFT))
@@ -129,8 +129,8 @@ def test_follows_costs_that_change_for_good(factor: float) -> None:
     assert simulation.run(1000, 16, GOOD) < 1.04
 
 
-def test_corrects_calibration_that_is_flat() -> None:
-    """Random rows touch all experts of a mixture whatever their number; rows of text do not."""
+def test_corrects_a_flat_calibration() -> None:
+    """Random rows of a calibration touch all experts of a mixture; rows of text do not."""
 
     def saturated(batch: int, shape: DraftShape) -> float:
         return 10 if shape.k else 8
@@ -147,7 +147,7 @@ def test_corrects_calibration_that_is_flat() -> None:
     assert simulation.run(100, 8, profile) < 1.03
 
 
-def test_does_not_flap_and_explores_rarely() -> None:
+def test_does_not_oscillate_and_explores_rarely() -> None:
     simulation = Simulation(calibrated(gpu, CHAINS), gpu, CHAINS, 0.05)
     simulation.run(1000, 64, GOOD)
     exploring = [
@@ -162,19 +162,20 @@ def test_does_not_flap_and_explores_rarely() -> None:
     assert sum(a != b for a, b in pairwise(settled)) < 25
 
 
-def test_costs_are_read_off_lines() -> None:
+def test_costs_are_interpolated() -> None:
     costs = StepCosts()
     assert costs.seconds(1, 3) is None
     for k in (0, 7):
         costs.add(1, k, 1 + 0.1 * k)
         costs.add(16, k, 3 + 0.2 * k)
     assert costs.seconds(1, 3) == pytest.approx(1.3)
-    assert costs.seconds(8, 0) == pytest.approx(1 + 2 * 7 / 15)  # between two batch sizes
-    assert costs.seconds(64, 7) == pytest.approx(4.4)  # beyond them: as the nearest
+    assert costs.seconds(8, 0) == pytest.approx(1 + 2 * 7 / 15)  # Between two batch sizes.
+    # Beyond them, the cost of the nearest batch size.
+    assert costs.seconds(64, 7) == pytest.approx(4.4)
     costs.add(64, 0, 6.0)
     costs.add(64, 0, 6.0)
     own = costs.seconds(64, 0)
-    # the slope of the nearest bucket, at its own level
+    # The slope is that of the nearest bucket, at the level of this one.
     assert costs.seconds(64, 7) == pytest.approx(own * 4.4 / 3)
     batches = (1, 2, 3, 4, 5, 6, 7, 9, 33, 48, 49, 64)
     buckets = (1, 2, 3, 4, 6, 6, 8, 12, 48, 48, 64, 64)
@@ -188,12 +189,12 @@ def test_costs_of_the_device_alone_give_the_slope() -> None:
             costs.calibrate(batch, k, batch * (1 + 0.1 * k))
     assert costs.seconds(4, 7) == pytest.approx(6.8)
     assert costs.seconds(2, 3) == pytest.approx(2.6)  # between two batch sizes
-    costs.add(4, 3, 7.8)  # half as much again as the device alone takes
+    costs.add(4, 3, 7.8)  # 1.5 times the time of the device.
     assert [costs.seconds(4, k) for k in (0, 3, 7)] == pytest.approx([6.0, 7.8, 10.2])
     assert costs.seconds(1, 0) == pytest.approx(1.0)
 
 
-def test_a_disturbed_step_does_not_count() -> None:
+def test_outliers_do_not_count() -> None:
     costs = StepCosts()
     for seconds in (1.0, 1.01, 0.99, 1.0, 50.0, 1.0, 60.0):
         costs.add(4, 2, seconds)
@@ -209,7 +210,7 @@ def test_a_disturbed_step_does_not_count() -> None:
         pytest.param(busy, 64, marks=pytest.mark.slow),
     ],
 )
-def test_a_first_step_that_was_disturbed_does_not_lock_a_shape_out(cost: Cost, batch: int) -> None:
+def test_a_slow_first_step_does_not_exclude_a_shape(cost: Cost, batch: int) -> None:
     simulation = Simulation(calibrated(cost, CHAINS), cost, CHAINS)
     best = simulation.best(batch, GOOD)
     disturbed = []
@@ -224,7 +225,7 @@ def test_a_first_step_that_was_disturbed_does_not_lock_a_shape_out(cost: Cost, b
     assert simulation.run(3000, batch, GOOD) < 1.03 and disturbed
 
 
-def test_choices_are_explained_and_repeatable() -> None:
+def test_choices_are_explained_and_reproducible() -> None:
     runs = [Simulation(calibrated(gpu, CHAINS), gpu, CHAINS, 0.05) for _ in range(2)]
     for simulation in runs:
         simulation.run(300, 8, GOOD)

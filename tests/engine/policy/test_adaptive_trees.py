@@ -1,6 +1,6 @@
 """Adaptive drafting of trees on simulated engines.
 
-It is at most a few percent slower than the best fixed shape as the load changes.
+The policy is at most a few percent slower than the best fixed shape, also as the load changes.
 """
 
 from statistics import mean
@@ -19,7 +19,7 @@ from tests.support.engine.simulated import (
     LONG,
     POOR,
     Cost,
-    Served,
+    RequestSimulation,
     Simulation,
     busy,
     calibrated,
@@ -64,7 +64,7 @@ def test_candidate_shapes() -> None:
 
 
 def test_each_load_has_another_best_shape() -> None:
-    """A tree pays where rows are nearly free, a chain where they are not, none if compute-bound."""
+    """Trees are best if rows are nearly free, chains if not, and no drafts if compute-bound."""
     memory_bound = Simulation(FixedPolicy(NO_DRAFT), gpu, SHAPES)
     compute_bound = Simulation(FixedPolicy(NO_DRAFT), busy, SHAPES)
     assert [memory_bound.best(batch, GOOD) for batch in (1, 8)] == [DraftShape(7, 31), chain(5)]
@@ -81,7 +81,7 @@ LOADS: list[tuple[Cost, int, tuple[float, ...], float]] = [
     (busy, 8, POOR, 0.2),
     (busy, 64, BAD, 0.2),
     (gpu, 1, LONG, 0.3),
-    # the rest in `make test-slow`
+    # The rest runs in `make test-slow`.
     (busy, 1, LONG, 0.4),
     (gpu, 1, GOOD, 0.2),
     (busy, 1, POOR, 0.4),
@@ -97,7 +97,7 @@ FAST_LOADS = 7
 @pytest.mark.parametrize(
     ("cost", "batch", "profile", "width", "known"),
     [
-        # Costs are known in every other one, and the other way round in `make test-slow`.
+        # Every other load has known costs; `make test-slow` runs the other half.
         pytest.param(
             *load,
             known,
@@ -107,7 +107,9 @@ FAST_LOADS = 7
         for known in (True, False)
     ],
 )
-def test_a_few_percent(cost: Cost, batch: int, profile, width: float, known: bool) -> None:
+def test_at_most_a_few_percent_slower_than_the_best_fixed_shape(
+    cost: Cost, batch: int, profile, width: float, known: bool
+) -> None:
     ratios = []
     for simulation in simulations(cost, known, width, DEEP if len(profile) > 7 else SHAPES):
         simulation.run(60, batch, profile)
@@ -124,7 +126,7 @@ def test_a_few_percent(cost: Cost, batch: int, profile, width: float, known: boo
         pytest.param(busy, True, marks=pytest.mark.slow),
     ],
 )
-def test_follows_the_load_between_trees_chains_and_nothing(cost: Cost, known: bool) -> None:
+def test_adapts_to_the_load_with_trees_chains_and_no_drafts(cost: Cost, known: bool) -> None:
     ratios: dict[int, list[float]] = {1: [], 8: [], 64: []}
     chosen = set()
     for simulation in simulations(cost, known):
@@ -138,23 +140,23 @@ def test_follows_the_load_between_trees_chains_and_nothing(cost: Cost, known: bo
     assert (64, NO_DRAFT if cost is busy else chain(1)) in chosen
 
 
-def test_follows_the_text() -> None:
-    """Easy, hopeless, easy again: a tree that was given up is taken up again."""
+def test_adapts_to_the_text() -> None:
+    """Trees are used again after text in which no draft is accepted."""
     for simulation in simulations(gpu, known=True):
         for profile in (GOOD, BAD, GOOD):
             simulation.run(300, 1, profile)
             assert simulation.run(300, 1, profile) < 1.06
 
 
-def test_exploring_loses_one_percent() -> None:
-    """Where drafts are far too expensive, a large tree is not tried at all."""
+def test_exploration_costs_little() -> None:
+    """If drafts are far too expensive, large trees are not explored."""
     [simulation, *_] = simulations(busy, known=True)
     simulation.run(100, 64, BAD)
     assert simulation.run(2000, 64, BAD) < 1.015
     assert all(shape.is_chain for shape in simulation.last(2000))
 
 
-def test_the_same_again() -> None:
+def test_choices_are_reproducible() -> None:
     first = simulations(gpu, known=False)[0]
     second = simulations(gpu, known=False)[0]
     for simulation in (first, second):
@@ -163,7 +165,7 @@ def test_the_same_again() -> None:
     assert set(first.rates[-1]) == set(SHAPES)
 
 
-def test_a_drafter_that_knows_better_is_believed() -> None:
+def test_draft_confidence_overrides_recent_acceptance() -> None:
     [simulation, *_] = simulations(busy, known=True)
     simulation.run(400, 8, GOOD)
     policy = simulation.policy
@@ -187,15 +189,18 @@ def test_a_drafter_that_knows_better_is_believed() -> None:
 def test_requests_that_come_and_go_cost_no_more_than_three_percent(
     cost: Cost, users: int, requests: int
 ) -> None:
-    """With 64 users few steps are timed: most run a prefill. Calibration lacks the host's share."""
+    """With 64 users most steps have a prefill and are not timed; calibration lacks host time."""
 
-    def bare(batch: int, shape: DraftShape) -> float:
+    def device_seconds(batch: int, shape: DraftShape) -> float:
         return 0.6 * cost(batch, shape)
 
-    fixed = max(Served(FixedPolicy(shape), cost, DEEP, LONG).run(requests, users) for shape in DEEP)
+    fixed = max(
+        RequestSimulation(FixedPolicy(shape), cost, DEEP, LONG).run(requests, users)
+        for shape in DEEP
+    )
     rates = []
     for seed in SEEDS:
-        served = Served(calibrated(bare, DEEP), cost, DEEP, LONG, seed)
+        served = RequestSimulation(calibrated(device_seconds, DEEP), cost, DEEP, LONG, seed)
         rates += [served.run(requests, users) for _ in range(2)]
     assert mean(rates) > 0.97 * fixed
 

@@ -1,4 +1,4 @@
-"""Draft confidence: it reaches the policy that chooses the shape, and it is about right."""
+"""Draft confidence: the policy receives it, and its values match their definition."""
 
 import copy
 import itertools
@@ -38,9 +38,11 @@ class RecordingPolicy(FixedPolicy):
         return super().choose(batch, draft_confidence, chains_only, timed)
 
 
-@pytest.mark.parametrize(("rung", "nodes"), [("dependency", K), ("all", K), ("dependency", 12)])
-def test_it_reaches_the_policy(rung: str, nodes: int) -> None:
-    run = trained("p-eagle", 48, rung)
+@pytest.mark.parametrize(
+    ("extension", "nodes"), [("dependency", K), ("all", K), ("dependency", 12)]
+)
+def test_the_policy_receives_draft_confidence(extension: str, nodes: int) -> None:
+    run = trained("p-eagle", 48, extension)
     drafter = copy.deepcopy(run.drafter)
     drafter.config = replace(drafter.config, calibration=(4.0,))
     pair = LoadedPair(Pair("tiny", TargetSource(()), {}), run.target, {"p-eagle": drafter})
@@ -52,14 +54,14 @@ def test_it_reaches_the_policy(rung: str, nodes: int) -> None:
     for prompt in prompts(5):
         engine.add(prompt, max_tokens=40, ignore_eos=True)
         engine.drain()
-    known = [each for each in policy.recorded if each is not None]
-    assert len(known) > 0.7 * engine.metrics.steps
-    assert all(len(each) == K and 0 < min(each) <= max(each) < 1 for each in known)
+    confidences = [each for each in policy.recorded if each is not None]
+    assert len(confidences) > 0.7 * engine.metrics.steps
+    assert all(len(each) == K and 0 < min(each) <= max(each) < 1 for each in confidences)
 
 
-@pytest.mark.parametrize("rung", ["dependency", "all"])
-def test_it_is_the_probability_of_each_draft_given_the_one_before(rung: str) -> None:
-    drafter = copy.deepcopy(trained("p-eagle", 48, rung).drafter)
+@pytest.mark.parametrize("extension", ["dependency", "all"])
+def test_confidence_is_the_probability_of_a_draft_given_the_previous_one(extension: str) -> None:
+    drafter = copy.deepcopy(trained("p-eagle", 48, extension).drafter)
     drafter.config = replace(drafter.config, calibration=(2.0, 1.5, 0.5))
     generator = torch.Generator().manual_seed(0)
     normed = torch.randn(3, K, drafter.config.hidden_size, generator=generator)
@@ -82,7 +84,7 @@ def test_it_is_the_probability_of_each_draft_given_the_one_before(rung: str) -> 
         assert confidence[b, k] == pytest.approx(float(odds.sigmoid()), abs=1e-4)
 
 
-def test_a_plain_drafter_has_none() -> None:
+def test_a_plain_drafter_has_no_draft_confidence() -> None:
     run = trained("p-eagle")
     pair = LoadedPair(Pair("tiny", TargetSource(()), {}), run.target, {"p-eagle": run.drafter})
     engine = Engine(pair, EngineConfig(k=K, max_batch=1, kv_tokens=512, thread=False))

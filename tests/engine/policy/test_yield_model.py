@@ -1,4 +1,4 @@
-"""Expected tokens per step: chains by position, trees by their gain, while the text changes."""
+"""Expected tokens per step: acceptance of chains by position, and the gain of trees."""
 
 import pytest
 
@@ -29,12 +29,12 @@ def observe(
         model.observe(1, shape, [counts])
 
 
-def test_what_a_tree_shows_of_other_shapes() -> None:
+def test_evidence_of_a_tree_about_other_shapes() -> None:
     counts = AcceptedCounts(accepted=4, chain=2, path=sum(1 << row for row in (0, 5, 6, 17, 24)))
     sizes = (0, 5, 6, 16, 17, 23, 24, 62)
     assert [counts.accepted_by_tree(nodes) for nodes in sizes] == [0, 1, 2, 2, 3, 3, 4, 4]
     assert counts.chain_trials(7) == 3 and counts.chain_trials(2) == 2
-    assert AcceptedCounts(accepted=4, chain=5).chain_trials(7) == 5, "the sixth is not decided"
+    assert AcceptedCounts(accepted=4, chain=5).chain_trials(7) == 5, "the sixth draft was not tried"
     assert accepted_counts(3, ()).chain_trials(7) == 4
     assert accepted_counts(3, ()).chain_trials(3) == 3
 
@@ -48,12 +48,12 @@ def test_without_speculation_nothing_is_learned_about_acceptance() -> None:
     for _ in range(500):
         acceptance.observe(1, 0, [AcceptedCounts(0, 0)])
     assert acceptance.expected_tokens()[1] == pytest.approx(before[1])
-    for _ in range(4):  # old evidence weighs little by now
+    for _ in range(4):  # Old evidence has little weight by now.
         acceptance.observe(1, 1, [AcceptedCounts(0, 0)])
     assert acceptance.expected_tokens()[1] < 1.4
 
 
-def test_a_tree_that_never_ran_is_worth_a_try() -> None:
+def test_untried_trees_have_optimistic_estimates() -> None:
     model = YieldModel(SHAPES)
     observe(model, 100, chain(7), 2)
     tokens = model.expected_tokens()
@@ -61,15 +61,15 @@ def test_a_tree_that_never_ran_is_worth_a_try() -> None:
     assert tokens[TREE] >= 1 + 0.95 * PRIOR_TREE_GAIN * 2 and tokens[LARGER] >= tokens[TREE]
 
 
-def test_a_step_of_a_tree_shows_every_smaller_shape() -> None:
+def test_a_step_of_a_tree_is_evidence_for_smaller_shapes() -> None:
     model = YieldModel(SHAPES)
     observe(model, 1000, LARGER, 5, by_chain=2, by_tree=4)
     tokens = [model.expected_tokens()[shape] for shape in SHAPES]
     assert tokens == pytest.approx([1, 3, 3, 5, 6], rel=0.02)
 
 
-def test_a_chain_that_goes_on_behind_what_a_tree_shows() -> None:
-    """Where chains are always accepted, a tree that accepts two shows three drafts of a chain."""
+def test_a_tree_is_no_evidence_about_later_drafts_of_a_chain() -> None:
+    """A tree that accepts two drafts decides only three drafts of a chain."""
     model = YieldModel(SHAPES)
     observe(model, 200, chain(7), 7)
     observe(model, 400, LARGER, 2, by_chain=3, by_tree=2)
@@ -78,8 +78,8 @@ def test_a_chain_that_goes_on_behind_what_a_tree_shows() -> None:
     assert tokens[LARGER] == pytest.approx(3, rel=0.1)
 
 
-def test_what_has_not_run_changes_with_the_text() -> None:
-    """Twice as much is accepted of the shape that runs, and expected of those that do not."""
+def test_estimates_of_other_shapes_change_with_the_text() -> None:
+    """If acceptance doubles for the shape that runs, it is expected to double for others."""
     model = YieldModel(SHAPES)
     observe(model, 500, TREE, 2, by_chain=1)
     observe(model, 60, TREE, 4, by_chain=2)
@@ -88,32 +88,32 @@ def test_what_has_not_run_changes_with_the_text() -> None:
     assert model.expected_tokens()[TREE] == pytest.approx(3, rel=0.1)
 
 
-def test_less_evidence_looks_better() -> None:
-    """Of two trees that accept no more than chains, the one with less evidence looks better."""
-    often = YieldModel(SHAPES)
-    seldom = YieldModel(SHAPES)
-    observe(often, 1000, LARGER, 2, by_chain=2, by_tree=2)
-    observe(seldom, 5, LARGER, 2, by_chain=2, by_tree=2)
-    for model in (often, seldom):
+def test_less_evidence_gives_higher_estimates() -> None:
+    """Of two trees with equal acceptance, the one with less evidence has the higher estimate."""
+    frequent = YieldModel(SHAPES)
+    rare = YieldModel(SHAPES)
+    observe(frequent, 1000, LARGER, 2, by_chain=2, by_tree=2)
+    observe(rare, 5, LARGER, 2, by_chain=2, by_tree=2)
+    for model in (frequent, rare):
         observe(model, 300, chain(7), 2)
-    assert often.expected_tokens()[LARGER] == pytest.approx(
-        often.expected_tokens()[chain(7)], rel=0.02
+    assert frequent.expected_tokens()[LARGER] == pytest.approx(
+        frequent.expected_tokens()[chain(7)], rel=0.02
     )
     assert (
-        seldom.expected_tokens()[LARGER]
-        > 1.03 * seldom.expected_tokens()[TREE]
-        > 1.06 * often.expected_tokens()[TREE]
+        rare.expected_tokens()[LARGER]
+        > 1.03 * rare.expected_tokens()[TREE]
+        > 1.06 * frequent.expected_tokens()[TREE]
     )
 
 
-def test_a_gain_comes_back_from_text_where_chains_keep_nothing() -> None:
+def test_the_gain_recovers_after_text_without_accepted_chains() -> None:
     model = YieldModel(SHAPES)
     observe(model, 3000, TREE, 1)
     observe(model, 300, TREE, 3, by_chain=2)
     assert model.expected_tokens()[TREE] == pytest.approx(4, rel=0.1)
 
 
-def test_bad_text_for_ever_leaves_numbers() -> None:
+def test_estimates_stay_finite_after_long_bad_text() -> None:
     model = YieldModel(SHAPES)
     observe(model, 200_000, chain(1), 0)
     assert model.expected_tokens()[LARGER] == pytest.approx(1)
@@ -128,7 +128,7 @@ def test_nothing_is_accepted_beyond_the_depth() -> None:
     assert all(tokens <= shape.k + 1 for shape, tokens in model.expected_tokens().items())
 
 
-def test_a_drafter_may_know_better() -> None:
+def test_draft_confidence_replaces_recent_acceptance() -> None:
     """Draft confidence replaces the recent acceptance of chains; trees keep their gain."""
     model = YieldModel((NO_DRAFT, chain(3), chain(7), LARGER))
     observe(model, 1000, LARGER, 3, by_chain=2)
@@ -138,7 +138,7 @@ def test_a_drafter_may_know_better() -> None:
     assert YieldModel(SHAPES[:3]).expected_tokens([0.5, 0.4])[chain(7)] < 1 + 0.5 + 0.2 + 0.2 / 0.6
 
 
-def test_a_tree_that_is_no_candidate_teaches_no_gain() -> None:
+def test_other_trees_do_not_change_gains() -> None:
     model = YieldModel(SHAPES)
     before = {tree: gain.value for tree, gain in model.gains.items()}
     model.observe(1, DraftShape(5, 48), [AcceptedCounts(5, 1, 63)])

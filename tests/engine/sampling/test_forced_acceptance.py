@@ -1,4 +1,4 @@
-"""Forced acceptance: chains accept as given, trees as the model of a trained drafter says."""
+"""Forced acceptance: chains accept at the given rates, trees as a trained drafter would."""
 
 from typing import Any
 
@@ -37,21 +37,21 @@ def slot_state() -> tuple[SlotBatch, SlotState]:
 
 
 def distinct_tokens(k: int) -> torch.Tensor:
-    """[requests, K, M]: the candidates of a row differ."""
+    """Candidates [requests, K, M]; those of a row differ."""
     first = torch.randint(VOCAB, (REQUESTS, k, 1))
     step = torch.randint(1, VOCAB // CANDIDATES_PER_DEPTH, (REQUESTS, k, 1))
     return (first + step * torch.arange(CANDIDATES_PER_DEPTH)) % VOCAB
 
 
 def accepted_counts(shape: DraftShape, rates: list[float]) -> list[AcceptedCounts]:
-    """Draft and verify one tree of each request."""
+    """Draft and verify one tree for each request."""
     torch.manual_seed(0)
     index = torch.arange(REQUESTS)
     trees = empty_trees(REQUESTS, shape, torch.device("cpu"))
     forced = ForcedAcceptance(rates, trees, VOCAB)
     ids = distinct_tokens(shape.k)
     logp = forced.draw(ids, index)
-    assert logp.is_contiguous(), "the kernel needs it"
+    assert logp.is_contiguous(), "the kernel needs contiguous log-probabilities"
     build_tree(logp, ids, None, shape.nodes, index, trees)
     rows = torch.cat([torch.zeros(REQUESTS, 1, dtype=torch.long), trees.nodes], 1)
     tokens = torch.zeros_like(rows)
@@ -65,8 +65,8 @@ def mean_length(counts: list[int]) -> float:
     return 1 + sum(counts) / len(counts)
 
 
-def test_trees_accept_as_the_model_says() -> None:
-    """Also what a smaller tree and the chain would have accepted of the same drafts."""
+def test_trees_accept_as_expected() -> None:
+    """The counts for a smaller tree and for the chain are checked as well."""
     counts = accepted_counts(DraftShape(7, 31), RATES)
     tolerance = 4 * 2 / REQUESTS**0.5  # four standard errors
     expected = {nodes: expected_length(RATES, DraftShape(7, nodes)) for nodes in (15, 31)}
@@ -82,7 +82,7 @@ def test_trees_accept_as_the_model_says() -> None:
     )
 
 
-def test_trees_accept_nothing_behind_the_profile() -> None:
+def test_trees_accept_nothing_beyond_the_profile() -> None:
     counts = accepted_counts(DraftShape(11, 31), RATES[:3])
     assert max(own.accepted for own in counts) == 3
     assert max(own.accepted for own in accepted_counts(DraftShape(7, 31), [0.0])) == 0
@@ -93,7 +93,7 @@ def test_a_drafter_that_is_always_right() -> None:
     assert {own.accepted for own in counts} == {own.chain for own in counts} == {7}
 
 
-def test_chains_accept_as_given() -> None:
+def test_chains_accept_at_the_given_rates() -> None:
     torch.manual_seed(0)
     trees = empty_trees(REQUESTS, DraftShape(7, 7), torch.device("cpu"))
     drafts = torch.randint(VOCAB, (REQUESTS, 8))
@@ -103,7 +103,7 @@ def test_chains_accept_as_given() -> None:
     chain = accept(tokens, torch.zeros(drafts.shape), drafts[:, 1:], *slot_state())
     counts = chain.accepted_counts.tolist()
     assert mean_length(counts) == pytest.approx(1 + sum(PROFILE), abs=8 / REQUESTS**0.5)
-    assert (tokens[:, -1] == 0).all(), "the target's own token behind the last draft"
+    assert (tokens[:, -1] == 0).all(), "the token after the last draft must be that of the target"
 
 
 def test_candidates_are_sorted_and_confidences_have_the_given_mean() -> None:
@@ -114,7 +114,7 @@ def test_candidates_are_sorted_and_confidences_have_the_given_mean() -> None:
     assert (likely.diff(dim=-1) <= 0).all() and (likely.sum(-1) <= 1 + 1e-6).all()
 
 
-def test_an_engine_accepts_as_the_model_says() -> None:
+def test_an_engine_accepts_as_expected() -> None:
     engine = build_engine(random_pair("tiny", "cpu", torch.float32), "p-eagle", 7, 8, 200, tree=15)
     engine.force_acceptance(RATES)
     torch.manual_seed(0)

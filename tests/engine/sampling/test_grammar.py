@@ -85,7 +85,7 @@ def bound_engine(method: str, k: int | str = 3, **options: Any) -> Engine:
     return engine_of(bound_pair(), method, k, **{"kv_tokens": 1200} | options)
 
 
-ASKED = [
+REQUESTS = [
     (ids, {"max_tokens": 100, "grammar": grammar})
     for (ids, _), grammar in zip(some_requests(len(GRAMMARS), seed=2), GRAMMARS, strict=True)
 ]
@@ -93,9 +93,9 @@ ASKED = [
 
 @cache
 def without_drafts() -> list[list[int]]:
-    """Each alone, greedily."""
+    """Greedy answers of single requests without drafts."""
     engine = bound_engine("none", prefix_caching=False)
-    return [ask(engine, ids, **settings)[0] for ids, settings in ASKED]
+    return [ask(engine, ids, **settings)[0] for ids, settings in REQUESTS]
 
 
 def text_of(tokens: list[int]) -> str:
@@ -103,7 +103,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 def check(grammar: Grammar, text: str) -> None:
-    """By somebody else than the one who kept to it."""
+    """Check with jsonschema or `re` that the text matches, independently of the engine."""
     number = GRAMMARS.index(grammar)
     if number < len(SCHEMAS):
         jsonschema.validate(json.loads(text), SCHEMAS[number])
@@ -115,15 +115,15 @@ def check(grammar: Grammar, text: str) -> None:
         assert text in CHOICES
 
 
-def test_answers_keep_to_their_grammar() -> None:
+def test_answers_match_their_grammar() -> None:
     engine = bound_engine("none")
-    for ids, settings in ASKED:
+    for ids, settings in REQUESTS:
         tokens, pieces = ask(engine, ids, **settings)
         assert pieces[-1].reason == "stop"
         text = "".join(piece.text for piece in pieces)
         assert text == text_of(tokens)
         check(settings["grammar"], text)
-    free = [ask(engine, ids, max_tokens=30)[0] for ids, _ in ASKED]
+    free = [ask(engine, ids, max_tokens=30)[0] for ids, _ in REQUESTS]
     assert not any(
         tokens[:30] == bound[:30] for tokens, bound in zip(free, without_drafts(), strict=True)
     )
@@ -131,15 +131,15 @@ def test_answers_keep_to_their_grammar() -> None:
 
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("k", [3, 7, "auto"])
-def test_drafts_change_nothing(method: Method, k: int | str) -> None:
-    answers = serve(bound_engine(method, k), ASKED)
+def test_drafts_do_not_change_answers(method: Method, k: int | str) -> None:
+    answers = serve(bound_engine(method, k), REQUESTS)
     assert [tokens_of(steps) for steps in answers] == without_drafts()
 
 
-def test_whatever_is_accepted() -> None:
-    """Right, wrong and half-right drafts: the rows behind accepted drafts are masked too."""
+def test_accepted_drafts_do_not_change_answers() -> None:
+    """Drafts are right, wrong or partly right; rows after accepted drafts are masked as well."""
     engine, turns = bound_engine("p-eagle"), cycle(PATTERNS.values())
-    streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
+    streams = [engine.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(REQUESTS)]
     while engine.step():
         plant_drafts(
             engine, {str(i): answer for i, answer in enumerate(without_drafts())}, next(turns)
@@ -151,17 +151,17 @@ def test_whatever_is_accepted() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_pages_run_out(exact: bool) -> None:
-    """Preempted requests go on where they were in their grammar; exact mode runs each by itself."""
-    asked = [(ids[:8], settings | {"max_tokens": 60}) for ids, settings in ASKED]
+    """Preempted requests keep the state of their grammar; exact mode has own passes."""
+    requests = [(ids[:8], settings | {"max_tokens": 60}) for ids, settings in REQUESTS]
     plain = bound_engine("none", prefix_caching=False)
-    expected = [ask(plain, ids, **settings)[0] for ids, settings in asked]
+    expected = [ask(plain, ids, **settings)[0] for ids, settings in requests]
     engine = bound_engine("p-eagle", kv_tokens=120, exact=exact)
-    assert [tokens_of(steps) for steps in serve(engine, asked)] == expected
+    assert [tokens_of(steps) for steps in serve(engine, requests)] == expected
     assert engine.loop.scheduler.preemptions or exact
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_neighbors_do_not_notice(lookahead: int) -> None:
+def test_other_requests_are_not_affected(lookahead: int) -> None:
     """With a lookahead, as on a GPU, steps with a grammar are still read back at once."""
     plain = [
         (
@@ -176,17 +176,17 @@ def test_neighbors_do_not_notice(lookahead: int) -> None:
         )
         for i, (ids, _) in enumerate(some_requests(8, seed=4))
     ]
-    alone = [ask(bound_engine("none"), ids, **settings) for ids, settings in plain]
-    mixed = [each for pair in zip(plain, ASKED, strict=True) for each in pair]
+    expected_plain = [ask(bound_engine("none"), ids, **settings) for ids, settings in plain]
+    mixed = [each for pair in zip(plain, REQUESTS, strict=True) for each in pair]
     engine = bound_engine("p-eagle")
     engine.loop.lookahead = lookahead
     streams = [engine.add(ids, **settings) for ids, settings in mixed]
     engine.drain()
     pieces = [list(stream) for stream in streams]
     answers = [tokens_of([piece.step for piece in each if piece.step]) for each in pieces]
-    assert answers[0::2] == [tokens for tokens, _ in alone]
+    assert answers[0::2] == [tokens for tokens, _ in expected_plain]
     assert answers[1::2] == without_drafts()
-    for (_, before), after in zip(alone, pieces[0::2], strict=True):
+    for (_, before), after in zip(expected_plain, pieces[0::2], strict=True):
         expected, actual = (
             [token.logprob for piece in each for token in piece.logprobs]
             for each in (before, after)
@@ -194,9 +194,9 @@ def test_neighbors_do_not_notice(lookahead: int) -> None:
         assert actual == pytest.approx(expected, abs=1e-4)
 
 
-def test_an_engine_goes_on_after_an_abort() -> None:
+def test_the_engine_continues_after_an_abort() -> None:
     engine = bound_engine("p-eagle")
-    streams = [engine.add(ids, **settings) for ids, settings in ASKED[:3]]
+    streams = [engine.add(ids, **settings) for ids, settings in REQUESTS[:3]]
     for _ in range(3):
         engine.step()
     streams[1].abort()
@@ -208,42 +208,45 @@ def test_an_engine_goes_on_after_an_abort() -> None:
     ]
 
 
+# Token 2 is in no grammar, "}" is in some.
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.8},
     {"temperature": 1.4, "top_k": 5},
     {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.2},
-    {
-        "logit_bias": {2: 100.0, VOCAB.index("}"): -100.0}
-    },  # outside of every grammar; inside of some
+    {"logit_bias": {2: 100.0, VOCAB.index("}"): -100.0}},
     {"frequency_penalty": 1.5, "presence_penalty": -1.0},
     {"temperature": 1.0, "min_tokens": 12, "stop_ids": frozenset({VOCAB.index("1"), 500})},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_with_everything_else_one_may_ask_for(settings: dict[str, Any]) -> None:
-    asked = [(ids, options | settings | {"seed": i}) for i, (ids, options) in enumerate(ASKED)]
+def test_grammars_with_other_options(settings: dict[str, Any]) -> None:
+    requests = [
+        (ids, options | settings | {"seed": i}) for i, (ids, options) in enumerate(REQUESTS)
+    ]
     plain = bound_engine("none", prefix_caching=False)
-    expected = [ask(plain, ids, **options) for ids, options in asked]
-    # `test_drafts_change_nothing` has every method; all settings meet the drafts of one.
+    expected = [ask(plain, ids, **options) for ids, options in requests]
+    # One setting runs with every method, the others with one.
     for method in METHODS[1:] if settings == SETTINGS[0] else ["p-eagle"]:
-        answers = serve(bound_engine(method), asked)
+        answers = serve(bound_engine(method), requests)
         assert [tokens_of(steps) for steps in answers] == [tokens for tokens, _ in expected]
-    for (tokens, pieces), (_, options) in zip(expected, asked, strict=True):
+    for (tokens, pieces), (_, options) in zip(expected, requests, strict=True):
         assert 2 not in tokens
         if pieces[-1].reason == "stop" and tokens[-1] != VOCAB.index("1"):
             check(options["grammar"], text_of(tokens))
 
 
-def test_ends() -> None:
-    """The end token comes only where the grammar allows it, and never before min_tokens."""
+def test_end_of_answers() -> None:
+    """The end token is allowed only at the end of the grammar, and after min_tokens."""
     engine, ids, eos = bound_engine("p-eagle"), [10, 20, 30], {1: 100.0}
     tokens, pieces = ask(engine, ids, grammar=Grammar.regex("a{2,9}"), logit_bias=eos)
     assert (text_of(tokens), tokens[-1], pieces[-1].reason) == ("aa", 1, "stop")
     tokens, pieces = ask(engine, ids, grammar=Grammar.regex("a{2,9}"), logit_bias=eos, min_tokens=5)
     assert (text_of(tokens), len(tokens), pieces[-1].reason) == ("a" * 5, 6, "stop")
     tokens, pieces = ask(engine, ids, grammar=Grammar.regex("a{2,4}"), min_tokens=9)
-    assert (text_of(tokens), pieces[-1].reason) == ("aaaa", "stop"), "there is nothing more to say"
+    assert (text_of(tokens), pieces[-1].reason) == ("aaaa", "stop"), (
+        "a complete grammar ends the answer before min_tokens"
+    )
     tokens, pieces = ask(engine, ids, grammar=Grammar.regex("abcd"), max_tokens=2)
     assert pieces[-1].reason == "length"
     tokens, pieces = ask(engine, ids, grammar=Grammar.regex("abcdef"), stop=("de",))
@@ -252,7 +255,7 @@ def test_ends() -> None:
     assert (tokens, pieces[-1].reason) == ([1], "stop")
 
 
-def test_logprobs_are_of_what_the_grammar_allows() -> None:
+def test_logprobs_are_those_of_allowed_tokens() -> None:
     engine = bound_engine("p-eagle")
     _, pieces = ask(engine, [10, 20, 30], grammar=Grammar.choice(["a", "b", "c"]), logprobs=5)
     first = next(token for piece in pieces for token in piece.logprobs)
@@ -263,17 +266,17 @@ def test_logprobs_are_of_what_the_grammar_allows() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_other_targets(name: str) -> None:
-    """The grammars for fuzzing, on the fused path and on that of transformers."""
+    """The grammars for fuzzing, with fused layers and with those of transformers."""
     pair = pair_of(spelling_target(name))
-    asked = [
+    requests = [
         (ids, {"max_tokens": 24, "grammar": grammar})
         for (ids, _), grammar in zip(
             some_requests(len(FUZZ_GRAMMARS), seed=5), FUZZ_GRAMMARS, strict=True
         )
     ]
     plain = engine_of(pair, "none", prefix_caching=False)
-    expected = [ask(plain, ids, **settings)[0] for ids, settings in asked]
-    assert [tokens_of(steps) for steps in serve(engine_of(pair, "none"), asked)] == expected
+    expected = [ask(plain, ids, **settings)[0] for ids, settings in requests]
+    assert [tokens_of(steps) for steps in serve(engine_of(pair, "none"), requests)] == expected
     assert re.fullmatch("[ab]{2,9}", pair.decode(expected[0]))
     assert pair.decode(expected[2]) in ("yes", "no", "nobody", "name")
     assert json.loads(pair.decode(expected[6]))["a"] in range(100)
@@ -282,14 +285,14 @@ def test_other_targets(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_on_cuda(method: Method) -> None:
-    """Graphs and all, in float32 against the CPU."""
+    """With CUDA graphs, float32 answers equal those of the CPU."""
     engine = engine_of(bound_pair("cuda"), method, kv_tokens=1200)
     engine.warm_up()
-    assert [tokens_of(steps) for steps in serve(engine, ASKED)] == without_drafts()
+    assert [tokens_of(steps) for steps in serve(engine, REQUESTS)] == without_drafts()
     assert engine.loop.graphs.enabled
 
 
-# Sampling: every answer to [ab]{1,3}, with its probability by definition.
+# Sampling: the probability of every answer that matches [ab]{1,3}, by definition.
 
 
 def outcomes(
@@ -298,7 +301,7 @@ def outcomes(
     allowed = [VOCAB.index(token) for token in ("a", "b", "ab", "bb") if len(token) <= room] + [
         1
     ] * bool(output)
-    for token, p in shares(target, [*ids, *output], allowed):
+    for token, p in probabilities_of(target, [*ids, *output], allowed):
         left = 0 if token == 1 else room - len(VOCAB[token])
         for answer, q in (
             outcomes(target, ids, left, (*output, token)) if left else [((*output, token), 1.0)]
@@ -306,16 +309,15 @@ def outcomes(
             yield answer, p * q
 
 
-def shares(target: Target, ids: list[int], allowed: list[int]) -> list[tuple[int, float]]:
-    logits = (
-        target.forward(torch.tensor(ids)).logits[-1, allowed] / 8
-    )  # random weights are too sure of themselves
+def probabilities_of(target: Target, ids: list[int], allowed: list[int]) -> list[tuple[int, float]]:
+    # Random weights give extreme probabilities.
+    logits = target.forward(torch.tensor(ids)).logits[-1, allowed] / 8
     return list(zip(allowed, logits.double().softmax(-1).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("drafts", ["ab", "bZ"])
 def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
-    """Chi-square at level 1e-3 over 600 answers; seeds are fixed, so the verdict is too."""
+    """A chi-square test of 600 answers at level 1e-3, reproducible through fixed seeds."""
     pair, ids, runs = bound_pair(), [12, 30, 44, 9], 600
     pair.target.tap(())
     exact = dict(outcomes(pair.target, ids, 3))
@@ -333,7 +335,7 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
     assert len(counts) > 15 and sum(exact.values()) == pytest.approx(1)
 
 
-# What cannot be used.
+# Grammars that cannot be used.
 
 
 @pytest.mark.parametrize(
@@ -359,19 +361,19 @@ def test_sampling_follows_the_masked_distribution(drafts: str) -> None:
 )
 def test_bad_grammars(grammar: Grammar, word: str) -> None:
     engine = bound_engine("none")
-    with pytest.raises(UserError, match=word) as caught:
+    with pytest.raises(UserError, match=word) as error:
         engine.add([10], grammar=grammar)
     assert (
-        "\n" not in str(caught.value)
-        and "<non-verbose/>" not in str(caught.value)
-        and len(str(caught.value)) < 500
+        "\n" not in str(error.value)
+        and "<non-verbose/>" not in str(error.value)
+        and len(str(error.value)) < 500
     )
     engine.check_integrity()
     assert not engine.loop.states
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
+def test_limits_during_decoding_refuse_the_request(method: Method) -> None:
     engine = bound_engine(method)
     bound, free = (
         engine.add([10, 20], grammar=LATE, max_tokens=200),
@@ -380,9 +382,9 @@ def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
     engine.drain()
     with pytest.raises(
         RequestRefused, match="cannot follow its grammar: Parser Error: Current row"
-    ) as caught:
+    ) as error:
         list(bound)
-    assert "\n" not in str(caught.value) and "<non-verbose/>" not in str(caught.value)
+    assert "\n" not in str(error.value) and "<non-verbose/>" not in str(error.value)
     assert list(free)[-1].reason in ("stop", "length")
     assert engine.status()["finished"]["refused"] == 1 and not engine.status()["finished"].get(
         "error"
@@ -390,8 +392,8 @@ def test_what_is_found_too_late_is_refused_and_no_error(method: Method) -> None:
     engine.check_integrity()
 
 
-def test_an_ambiguous_grammar_is_refused_before_it_holds_others_up() -> None:
-    """With so few tokens to choose from it takes a lower limit than with a real vocabulary."""
+def test_ambiguous_grammars_are_refused() -> None:
+    """The vocabulary is small, so the limit is lower than for a real one."""
     compiler = GrammarCompiler(bound_pair().target, max_parser_items=50)
     with pytest.raises(UserError, match=r"Too many items \(limit 50;"):
         compiler.compile(Grammar("lark", "start: s\ns: s s s | s s | /[a-z]/ | "))
@@ -401,21 +403,23 @@ def test_the_cache_of_compiled_grammars_is_bounded(monkeypatch: pytest.MonkeyPat
     compiler = GrammarCompiler(bound_pair().target, cache_chars=3 * MIN_ENTRY_CHARS)
     compiled: list[str] = []
 
-    def counted(tokenizer: Any, grammar: Grammar, *limits: Any) -> Any:
+    def record(tokenizer: Any, grammar: Grammar, *limits: Any) -> Any:
         compiled.append(grammar.text)
         return build_matcher(tokenizer, grammar, *limits)
 
-    monkeypatch.setattr("peagle.grammar.compiler.build_matcher", counted)
+    monkeypatch.setattr("peagle.grammar.compiler.build_matcher", record)
     for text in ("a", "b", "c", "a", "d", "a", "b"):
         compiler.compile(Grammar.regex(text))
-    assert compiled == ["a", "b", "c", "d", "b"], "the one not used for longest went"
+    assert compiled == ["a", "b", "c", "d", "b"], "the least recently used grammar must be evicted"
     compiler.compile(Grammar.regex("e" * (2 * MIN_ENTRY_CHARS)))
     compiler.compile(Grammar.regex("b"))
     compiler.compile(Grammar.regex("a"))
-    assert compiled[5:] == ["e" * (2 * MIN_ENTRY_CHARS), "a"], "a long one counts for more"
+    assert compiled[5:] == ["e" * (2 * MIN_ENTRY_CHARS), "a"], (
+        "long grammars must use more of the cache"
+    )
 
 
-def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = bound_engine("none")
     with pytest.raises(UserError, match="ignore_eos"):
         engine.add([10], grammar=Grammar.json(), ignore_eos=True)

@@ -1,4 +1,4 @@
-"""A batch with drafts gives each request the tokens that transformers' processors give it alone."""
+"""The sampler: a batch with drafts has the tokens of transformers' logits processors."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +31,9 @@ from tests.support.engine.sampling import (
 from tests.support.engine.statistics import p_value
 
 
-def alone(prompt: list[int], sampling: Sampling, min_tokens: int, count: int) -> list[int]:
+def expected_tokens(
+    prompt: list[int], sampling: Sampling, min_tokens: int, count: int
+) -> list[int]:
     noise = uniforms(sampling.seed, count)
     output: list[int] = []
     while len(output) < count:
@@ -41,14 +43,14 @@ def alone(prompt: list[int], sampling: Sampling, min_tokens: int, count: int) ->
 
 
 def speculate(
-    asked: list[tuple[list[int], Sampling, int]], answers: list[list[int]], seed: int
+    batch_requests: list[tuple[list[int], Sampling, int]], answers: list[list[int]], seed: int
 ) -> list[list[int]]:
-    """A small engine loop: good and bad drafts, a batch that shrinks and changes its order."""
+    """A small engine loop with right and wrong drafts; the batch shrinks and changes order."""
     random = np.random.default_rng(seed)
-    outputs: list[list[int]] = [[] for _ in asked]
+    outputs: list[list[int]] = [[] for _ in batch_requests]
     states = [
         SamplingState(sampling, prompt, len(answer), vocab=9, min_tokens=minimum, stop_ids=STOPS)
-        for (prompt, sampling, minimum), answer in zip(asked, answers, strict=True)
+        for (prompt, sampling, minimum), answer in zip(batch_requests, answers, strict=True)
     ]
     while batch := [i for i, answer in enumerate(answers) if len(outputs[i]) < len(answer)]:
         random.shuffle(batch)
@@ -56,7 +58,7 @@ def speculate(
         for _ in range(2):
             k = int(random.integers(0, 4))
             rows = [
-                step(asked[i][0] + outputs[i], answers[i][len(outputs[i]) :], k, random)
+                step(batch_requests[i][0] + outputs[i], answers[i][len(outputs[i]) :], k, random)
                 for i in batch
             ]
             drafts = torch.tensor([drafts for drafts, _ in rows], dtype=torch.int64).reshape(
@@ -102,13 +104,13 @@ requests = st.tuples(
 
 @settings(max_examples=60)
 @given(st.lists(requests, min_size=1, max_size=5), st.integers(0, 9))
-def test_a_batch_with_drafts_gives_what_each_request_gets_alone(asked, seed: int) -> None:
-    answers = [alone(*request, count=10) for request in asked]
-    assert speculate(asked, answers, seed) == answers
+def test_a_batch_with_drafts_equals_single_requests(batch_requests, seed: int) -> None:
+    answers = [expected_tokens(*request, count=10) for request in batch_requests]
+    assert speculate(batch_requests, answers, seed) == answers
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS.keys())
-def test_the_distribution_is_the_processed_targets(option: dict) -> None:
+def test_samples_follow_the_processed_distribution(option: dict) -> None:
     """Random drafts, 4,000 seeds, all answers of three tokens: chi-square test at level 1e-3."""
     runs = 4000
     vocab = 6
@@ -149,7 +151,7 @@ def test_states_survive_a_change_of_the_batch() -> None:
     ]
 
 
-def test_only_the_rows_that_need_it_are_touched() -> None:
+def test_only_rows_with_options_are_processed() -> None:
     plain = [SamplingState(Sampling(), PROMPT, 5, vocab=9, min_tokens=5) for _ in range(3)]
     assert not Sampler(plain).groups
     assert not hasattr(plain[0], "counts") and not hasattr(plain[0], "uniforms")
@@ -160,7 +162,7 @@ def test_only_the_rows_that_need_it_are_touched() -> None:
     assert [group.rows.tolist() for group in sampler.groups] == [[4], [3]]
 
 
-def test_raw_logits_are_left_alone_in_any_precision() -> None:
+def test_raw_logits_are_not_changed() -> None:
     logits = TABLE[:6].reshape(2, 3, 9).bfloat16()
     before = logits.clone()
     sampling = Sampling(
@@ -186,7 +188,7 @@ def test_large_batches_are_processed_in_parts() -> None:
     assert torch.equal(tokens(max_group_logits=20), tokens())
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
+def test_logprobs_are_those_of_raw_logits() -> None:
     logits = TABLE[:4].reshape(2, 2, 9)
     tokens = torch.tensor([[0, 3], [8, 8]])
     result = logprobs(logits, tokens, 3)
@@ -202,7 +204,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """PyTorch divides a single row among threads only where there are several."""
+    """PyTorch splits a single row among threads only if there is more than one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -221,12 +223,12 @@ def test_probabilities_of_a_row_do_not_depend_on_the_batch(
         rows = [compute(row[None].clone()) for row in logits]
         assert torch.equal(compute(logits), torch.cat(rows))
     together = logprobs(logits, tokens, 5)
-    alone = [logprobs(row[None].clone(), tokens[i][None], 5) for i, row in enumerate(logits)]
-    for field, parts in zip(together, zip(*alone, strict=True), strict=True):
+    single = [logprobs(row[None].clone(), tokens[i][None], 5) for i, row in enumerate(logits)]
+    for field, parts in zip(together, zip(*single, strict=True), strict=True):
         assert torch.equal(field, torch.cat(parts))
 
 
-def test_padding_changes_no_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_does_not_change_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, rows of an odd vocabulary are padded."""
     logits = TABLE[:4].reshape(2, 2, 9)
     padded = torch.nn.functional.pad(logits, (0, 3), value=-torch.inf)
@@ -235,7 +237,7 @@ def test_padding_changes_no_probability(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(log_softmax(logits), logits.log_softmax(-1))
 
 
-def test_broken_rows_are_found() -> None:
+def test_rows_that_are_not_finite_are_detected() -> None:
     logits = torch.zeros(5, 2, 4)
     logits[1, 1, 2] = torch.nan
     logits[2, 0] = -torch.inf
@@ -267,7 +269,7 @@ def test_bad_settings_are_refused(bad: dict) -> None:
         Sampling(**bad)
 
 
-def test_a_sampling_can_be_hashed_and_its_bias_cannot_change() -> None:
+def test_sampling_is_hashable_and_its_bias_is_immutable() -> None:
     mine = {5: 1.0}
     sampling = Sampling(logit_bias=mine)
     mine[6] = 2.0
@@ -285,8 +287,8 @@ def test_a_sampling_can_be_hashed_and_its_bias_cannot_change() -> None:
 
 
 @pytest.mark.gpu
-def test_the_host_never_waits() -> None:
-    asked = [
+def test_the_host_does_not_synchronize() -> None:
+    options = [
         Sampling(),
         Sampling(0.8, 0.9, 5, 0.1, 3, 1.2, 0.5, 0.5, {2: 1.0}),
         Sampling(presence_penalty=1.0),
@@ -295,7 +297,7 @@ def test_the_host_never_waits() -> None:
     for device in ("cpu", "cuda"):
         states = [
             SamplingState(s, PROMPT, 9, vocab=9, device=device, min_tokens=2, stop_ids=STOPS)
-            for s in asked
+            for s in options
         ]
         logits = TABLE[:9].reshape(3, 3, 9).to(device)
         drafts = torch.zeros(3, 2, dtype=torch.int64, device=device)
@@ -315,8 +317,8 @@ def test_the_host_never_waits() -> None:
     assert answers[0] == answers[1]
 
 
-def test_the_cdf_is_a_sum_without_rounding() -> None:
-    """So that no order of summation, which may depend on the number of rows, changes a bit."""
+def test_the_cdf_is_an_exact_sum() -> None:
+    """So the order of summation, which may depend on the number of rows, has no effect."""
     x = 4 * torch.randn(3, 2, 5000, generator=torch.Generator().manual_seed(0))
     cdf = cumulative_units(x.softmax(-1))
     exact = np.cumsum((x.softmax(-1).double() * CDF_UNITS).long().numpy().astype(object), axis=-1)

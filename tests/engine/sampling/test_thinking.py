@@ -1,6 +1,6 @@
-"""The thinking part: its budget closes it by force, and a grammar binds only what follows it.
+"""The thinking part: its budget forces its end, and a grammar applies only to what follows.
 
-All answers are the same with and without drafts.
+Drafts do not change answers.
 """
 
 import re
@@ -27,7 +27,8 @@ from tests.support.engine.engines import (
 )
 from tests.support.grammars import VOCAB, bound_pair
 
-END = tuple(VOCAB.index(letter) for letter in ("Q", "ok", "Q"))  # Forced; "ok" is the marker.
+# The forced end; "ok" is the end marker.
+END = tuple(VOCAB.index(letter) for letter in ("Q", "ok", "Q"))
 GRAMMAR = Grammar.regex("(ab|12){2,4}")
 EOS = 1
 
@@ -54,10 +55,10 @@ def text_of(tokens: list[int]) -> str:
 
 
 PROMPTS = [ids for ids, _ in some_requests(6, seed=2)]
-# Of the tiny target's own tokens, none of these answers has "ok".
+# Without a forced end, none of these answers has "ok".
 FREE = {"max_tokens": 24, "ignore_eos": True}
 BOUND = {"max_tokens": 40, "grammar": GRAMMAR}
-ASKED: list[tuple[list[int], dict[str, Any]]] = [
+REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     *((ids, FREE | {"thinking": inside(n)}) for ids, n in zip(PROMPTS, range(6), strict=True)),
     *((ids, BOUND | {"thinking": inside(n)}) for ids, n in zip(PROMPTS, range(6), strict=True)),
     (PROMPTS[0], FREE | {"thinking": inside(6), "temperature": 1.3, "seed": 3}),
@@ -70,13 +71,13 @@ ASKED: list[tuple[list[int], dict[str, Any]]] = [
 
 @cache
 def without_drafts() -> list[list[int]]:
-    alone = engine(prefix_caching=False)
-    return [ask(alone, ids, **settings)[0] for ids, settings in ASKED]
+    plain_engine = engine(prefix_caching=False)
+    return [ask(plain_engine, ids, **settings)[0] for ids, settings in REQUESTS]
 
 
 def test_forced_end() -> None:
-    """The budget's tokens are those of an answer that may think on, then the end is forced."""
-    for (ids, settings), tokens in zip(ASKED[:6], without_drafts(), strict=False):
+    """Tokens within the budget are those of an answer without one; then the end is forced."""
+    for (ids, settings), tokens in zip(REQUESTS[:6], without_drafts(), strict=False):
         budget = settings["thinking"].budget
         free = ask(engine(), ids, **FREE)[0]
         assert "ok" not in text_of(free)
@@ -87,7 +88,7 @@ def test_forced_end() -> None:
 
 
 def test_grammar_follows() -> None:
-    for (_, settings), tokens in zip(ASKED[6:15], without_drafts()[6:], strict=False):
+    for (_, settings), tokens in zip(REQUESTS[6:15], without_drafts()[6:], strict=False):
         budget = settings["thinking"].budget
         if "grammar" in settings:
             assert tuple(tokens[budget : budget + 3]) == END
@@ -98,22 +99,24 @@ def test_grammar_follows() -> None:
 
 def test_start_marker() -> None:
     """With a grammar, an answer begins with the whole start marker or with the grammar."""
-    *_, begun, direct = without_drafts()
-    assert text_of(begun).startswith("XY") and tuple(begun[6:9]) == END
+    *_, with_start, direct = without_drafts()
+    assert text_of(with_start).startswith("XY") and tuple(with_start[6:9]) == END
     assert re.fullmatch("(ab|12){2,4}", text_of([token for token in direct if token != EOS]))
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("k", [3, 7, "auto"])
-def test_drafts_change_nothing(method: Method, k: int | str) -> None:
-    answers = serve(engine(method, k), ASKED)
+def test_drafts_do_not_change_answers(method: Method, k: int | str) -> None:
+    answers = serve(engine(method, k), REQUESTS)
     assert [tokens_of(steps) for steps in answers] == without_drafts()
 
 
-def test_whatever_is_accepted() -> None:
+def test_accepted_drafts_do_not_change_answers() -> None:
     planted = engine("p-eagle")
     turns = cycle(PATTERNS.values())
-    streams = [planted.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(ASKED)]
+    streams = [
+        planted.add(ids, id=str(i), **settings) for i, (ids, settings) in enumerate(REQUESTS)
+    ]
     answers = {str(i): answer for i, answer in enumerate(without_drafts())}
     while planted.step():
         plant_drafts(planted, answers, next(turns))
@@ -126,15 +129,15 @@ def test_trees_return_after_the_thinking_part() -> None:
     """Steps verify chains while a request thinks, and trees again afterwards."""
     pair = bound_pair()
     with_trees = engine_of(pair, "p-eagle", 3, kv_tokens=1200, tree=8)
-    asked = [(ids, FREE | {"thinking": inside(4)}) for ids in PROMPTS[:2]]
-    expected = [ask(engine(), ids, **settings)[0] for ids, settings in asked]
-    answers = serve(with_trees, asked)
+    requests = [(ids, FREE | {"thinking": inside(4)}) for ids in PROMPTS[:2]]
+    expected = [ask(engine(), ids, **settings)[0] for ids, settings in requests]
+    answers = serve(with_trees, requests)
     assert [tokens_of(steps) for steps in answers] == expected
     assert {3, 8} <= set(with_trees.metrics.k_steps)
 
 
 def test_a_natural_end() -> None:
-    """A part that ends by itself, within its budget, changes nothing."""
+    """A thinking part that ends within its budget is not changed."""
     free = ask(engine(), PROMPTS[0], **FREE)[0]
     marker = text_of(free[7:8])
     first = next(i for i, token in enumerate(free) if marker in text_of([token]))
@@ -158,27 +161,27 @@ def test_marker_of_several_tokens() -> None:
 
 
 def test_start_without_a_grammar() -> None:
-    """The budget counts from the start marker on; an answer without it does not think."""
+    """The budget counts from the start marker; answers without it have no thinking part."""
     free = ask(engine(), PROMPTS[2], **FREE)[0]
     start = text_of(free[:2])
-    begun = thinking(2, start=start, start_ids=tuple(free[:2]))
+    with_start = thinking(2, start=start, start_ids=tuple(free[:2]))
     for method in METHODS:
-        tokens = ask(engine(method), PROMPTS[2], thinking=begun, **FREE)[0]
+        tokens = ask(engine(method), PROMPTS[2], thinking=with_start, **FREE)[0]
         assert tokens[:4] == free[:4] and tuple(tokens[4:7]) == END
         other = thinking(2, start="XY", start_ids=(5, 6))
         assert ask(engine(method), PROMPTS[2], thinking=other, **FREE)[0] == free
 
 
 def test_preempted() -> None:
-    asked = [(ids[:8], settings) for ids, settings in ASKED]
-    expected = [ask(engine(), ids, **settings)[0] for ids, settings in asked]
+    requests = [(ids[:8], settings) for ids, settings in REQUESTS]
+    expected = [ask(engine(), ids, **settings)[0] for ids, settings in requests]
     tight = engine("p-eagle", kv_tokens=100)
-    assert [tokens_of(steps) for steps in serve(tight, asked)] == expected
+    assert [tokens_of(steps) for steps in serve(tight, requests)] == expected
     assert tight.loop.scheduler.preemptions
 
 
 def test_min_tokens_with_a_grammar() -> None:
-    """Tokens of the thinking part count."""
+    """Tokens of the thinking part count toward min_tokens."""
     settings = {"grammar": Grammar.regex("a{2,9}"), "logit_bias": {EOS: 100.0}}
     tokens = ask(engine(), [10, 20], thinking=inside(3), min_tokens=11, **settings)[0]
     assert text_of(tokens[6:-1]) == "a" * 5 and tokens[-1] == EOS
@@ -199,12 +202,12 @@ def test_needs_a_tokenizer() -> None:
         engine_of(small(), "none").add([5, 6], thinking=inside(3))
 
 
-def test_forced_tokens_that_cannot_be_written() -> None:
-    """They are refused: a step that cannot force them would end the engine, or force another."""
-    asked = engine()
+def test_forced_tokens_that_are_not_allowed() -> None:
+    """They are refused, because a step could not force them."""
+    plain = engine()
     for fields in ({"forced_end": (10**6,)}, {"start": "X", "start_ids": (10**6,)}):
         with pytest.raises(UserError, match="vocabulary"):
-            asked.add([5, 6], thinking=thinking(2, **fields | {"starts_inside": True}))
+            plain.add([5, 6], thinking=thinking(2, **fields | {"starts_inside": True}))
     with pytest.raises(UserError, match="min_tokens"):
-        asked.add([5, 6], thinking=inside(2), min_tokens=9, stop_ids={END[1]})
-    assert ask(asked, PROMPTS[0], thinking=inside(2), stop_ids={END[1]})[0][-1] == END[1]
+        plain.add([5, 6], thinking=inside(2), min_tokens=9, stop_ids={END[1]})
+    assert ask(plain, PROMPTS[0], thinking=inside(2), stop_ids={END[1]})[0][-1] == END[1]

@@ -1,4 +1,4 @@
-"""The scheduler and its queue: which requests run, with which pages, and which must wait."""
+"""The scheduler and its queue: which requests run with which pages, and which ones wait."""
 
 import random
 from typing import Any
@@ -43,7 +43,7 @@ def test_the_queue_is_bounded_and_requests_can_be_removed() -> None:
     assert [request.id for request in queue] == ["b"]
 
 
-def test_one_request_behind_a_hundred_of_another_user_is_second() -> None:
+def test_a_request_after_a_hundred_of_another_user_is_second() -> None:
     scheduler = make_scheduler(256, max_batch=2, max_queue=200)
     for i in range(100):
         scheduler.add(make_request(f"a{i}", user="a"))
@@ -51,7 +51,7 @@ def test_one_request_behind_a_hundred_of_another_user_is_second() -> None:
     assert planned_ids(scheduler.plan(STEP_ROWS)) == (["a0", "b"], [])
 
 
-# What is refused.
+# Requests that are refused.
 
 
 @pytest.mark.parametrize(
@@ -134,22 +134,22 @@ def test_pages_are_published_when_the_next_token_is_known() -> None:
     plan = scheduler.plan(STEP_ROWS)
     scheduler.mark_prefilled(plan.prefill[0])
     a = scheduler.running[0]
-    published = scheduler.allocator.prefix_table
-    assert len(published) == 1 and a.in_flight  # The token after 3 4 is not known yet.
+    prefix_table = scheduler.allocator.prefix_table
+    assert len(prefix_table) == 1 and a.in_flight  # The token after 3 4 is not known yet.
     scheduler.append_first(a, 5)
-    assert len(published) == 2 and not a.in_flight
+    assert len(prefix_table) == 2 and not a.in_flight
     scheduler.append(a, [6])
-    assert len(published) == 2
+    assert len(prefix_table) == 2
     scheduler.append(a, [7, 8, 9])
-    assert len(published) == 4 and a.computed == 8
+    assert len(prefix_table) == 4 and a.computed == 8
     scheduler.finish(a, "stop")
     scheduler.add(make_request("b", [1, 2, 3, 4, 5, 6, 9]))
     b = scheduler.plan(STEP_ROWS).prefill[0]
     assert (b.start, b.end, b.request.cached) == (4, 7, 4)  # 5 6 was followed by 7.
 
 
-def test_choices_of_one_prompt_compute_it_once() -> None:
-    """They are admitted together and share the pages of the first, which is not computed yet."""
+def test_choices_of_a_prompt_are_prefilled_once() -> None:
+    """Choices that are admitted together share the pages of the first before it is computed."""
     scheduler = make_scheduler(prefill_chunk=30)
     for id in ("a", "b", "c"):
         scheduler.add(make_request(id, 18))
@@ -160,7 +160,7 @@ def test_choices_of_one_prompt_compute_it_once() -> None:
     scheduler.check_integrity()
 
 
-def test_choices_of_a_prompt_in_chunks_compute_it_once() -> None:
+def test_choices_of_a_chunked_prompt_are_prefilled_once() -> None:
     scheduler = make_scheduler(prefill_chunk=10)
     for id in ("a", "b", "c"):
         scheduler.add(make_request(id, 26))
@@ -189,7 +189,7 @@ def test_requests_share_pages_of_their_own_salt_only() -> None:
 
 
 def test_a_waiting_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many plans look for its pages; and pages that are full later are hashed alone."""
+    """Repeated plans do not hash a prompt again, and pages that fill later are hashed once."""
     hashed: list[list[int]] = []
 
     def count(parent: bytes, tokens: list[int]) -> bytes:
@@ -222,7 +222,7 @@ def test_pages_of_a_failed_request_are_not_shared(reason: FinishReason, cached: 
 
 
 def crowded() -> Scheduler:
-    """Two requests that decode, and no page left: 10 pages of 2."""
+    """A scheduler with two decoding requests and no free page; 10 pages of 2 tokens."""
     scheduler = make_scheduler(10, 2)
     for id in ("a", "b"):
         scheduler.add(make_request(id, [ord(id)] * 6, max_tokens=14))
@@ -232,7 +232,7 @@ def crowded() -> Scheduler:
     return scheduler
 
 
-def test_the_request_admitted_last_is_preempted_and_computed_again() -> None:
+def test_the_last_admitted_request_is_preempted_and_recomputed() -> None:
     scheduler = crowded()
     run_plan(scheduler, scheduler.plan(STEP_ROWS), emitted=4)
     b = scheduler.live["b"]
@@ -245,14 +245,14 @@ def test_the_request_admitted_last_is_preempted_and_computed_again() -> None:
     run_plan(scheduler, plan)
     scheduler.finish(scheduler.live["a"], "abort")
     chunk = scheduler.plan(STEP_ROWS).prefill[0]
-    # a took two of its pages.
+    # Two of its pages were given to a.
     assert (chunk.request, chunk.start, chunk.end, chunk.next_id) == (b, 6, 10, 7)
     scheduler.mark_prefilled(chunk)
     assert (b.status, b.computed, b.length, b.in_flight) == ("decode", 10, 11, False)
     scheduler.check_integrity()
 
 
-def test_the_youngest_goes_first_and_the_order_stays() -> None:
+def test_the_newest_is_preempted_first_and_order_is_kept() -> None:
     scheduler = make_scheduler(12, 2)
     for id in ("a", "b", "c"):
         scheduler.add(make_request(id, [ord(id)] * 2, max_tokens=22))
@@ -311,9 +311,9 @@ def test_requests_are_aborted_in_any_state() -> None:
     assert "a" not in scheduler.live and scheduler.finished["abort"] == 2
 
 
-@pytest.mark.parametrize("order", ["at once", "by chance"])
+@pytest.mark.parametrize("order", ["together", "shuffled"])
 def test_eight_conversations_keep_their_prefixes(order: str) -> None:
-    """With pages for 1.5 times their tokens, every turn finds all full pages of the one before."""
+    """With pages for 1.5 times their tokens, every turn reuses all full pages."""
     rng = random.Random(0)
     turns, answer_tokens, result_tokens = 10, 6, 9
     texts = [[1000 * c + i for i in range(40 + 3 * c)] for c in range(8)]
@@ -321,11 +321,11 @@ def test_eight_conversations_keep_their_prefixes(order: str) -> None:
     scheduler = make_scheduler(
         total * 3 // 2 // 4, context=400, max_batch=8, prefill_chunk=128, max_queue=80
     )
-    known = [0] * 8
+    reusable = [0] * 8
     turn_order = [c for _ in range(turns) for c in range(8)]
-    if order == "by chance":
+    if order == "shuffled":
         rng.shuffle(turn_order)
-    size = 8 if order == "at once" else 1
+    size = 8 if order == "together" else 1
     for first in range(0, len(turn_order), size):
         requests = {
             c: make_request(f"{first} {c}", texts[c], answer_tokens)
@@ -339,8 +339,8 @@ def test_eight_conversations_keep_their_prefixes(order: str) -> None:
                 if request.length == scheduler.max_length(request):
                     scheduler.finish(request, "length")
         for c, request in requests.items():
-            assert request.cached == known[c] // 4 * 4
+            assert request.cached == reusable[c] // 4 * 4
             texts[c] = request.tokens
-            known[c] = len(texts[c]) - 1  # The newest token is not in the pages.
+            reusable[c] = len(texts[c]) - 1  # The newest token is not in the pages.
             texts[c] += [1000 * c + rng.randrange(900) for _ in range(result_tokens)]
     assert not scheduler.preemptions

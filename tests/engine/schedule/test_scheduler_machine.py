@@ -1,4 +1,4 @@
-"""The scheduler under a simulated engine, whose pages record the tokens they were computed from."""
+"""Random operations on the scheduler, with a simulated engine that records the content of pages."""
 
 import random
 from collections import deque
@@ -23,8 +23,8 @@ from peagle.engine.schedule.scheduler import Scheduler, SchedulerConfig, StepPla
 from tests.support.engine.scheduling import STEP_ROWS, K
 
 
-def says(tokens: tuple[int, ...]) -> int:
-    """The target: the token after `tokens`."""
+def next_token(tokens: tuple[int, ...]) -> int:
+    """The next token of the simulated target."""
     return (sum(tokens) * 5 + len(tokens) // 3) % 3
 
 
@@ -32,7 +32,7 @@ KV = dict[tuple[int, int], tuple[str | int, ...]]  # salt and tokens, by page an
 
 
 class Engine:
-    """Steps run on the device when launched, and are read back later; drafts may be right or wrong.
+    """A simulated engine: steps run when launched, and their results are read later.
 
     The KV of position j is right if it was computed from tokens 0..j, and the drafter's KV if it
     was computed from tokens 0..j + 1, both by a request with the same salt.
@@ -42,7 +42,7 @@ class Engine:
         self.scheduler = scheduler
         self.target: KV = {}
         self.drafter: KV = {}
-        self.tokens: dict[str, tuple[int, ...]] = {}  # all that the device knows of a request
+        self.tokens: dict[str, tuple[int, ...]] = {}  # tokens of each request on the device
         self.unread: deque[list[tuple[Request, list[int]]]] = deque()
 
     def write(
@@ -56,13 +56,13 @@ class Engine:
         if j // size < len(to.pages):
             kv[to.pages[j // size], j % size] = (to.cache_salt, *value)
 
-    def verify(self, of: Request, end: int) -> None:
-        """Everything that a row at position `end` would see is right."""
-        tokens, size = self.tokens[of.id], self.scheduler.allocator.page_size
-        for j in range(min(end, self.scheduler.max_length(of))):
-            slot = of.pages[j // size], j % size
-            assert self.target[slot] == (of.cache_salt, *tokens[: j + 1])
-            assert self.drafter[slot] == (of.cache_salt, *tokens[: j + 2])
+    def verify(self, request: Request, end: int) -> None:
+        """Assert that all KV entries before position `end` are right."""
+        tokens, size = self.tokens[request.id], self.scheduler.allocator.page_size
+        for j in range(min(end, self.scheduler.max_length(request))):
+            slot = request.pages[j // size], j % size
+            assert self.target[slot] == (request.cache_salt, *tokens[: j + 1])
+            assert self.drafter[slot] == (request.cache_salt, *tokens[: j + 2])
 
     def launch(self, accepted: list[int]) -> StepPlan:
         plan = self.scheduler.plan(STEP_ROWS)
@@ -71,70 +71,74 @@ class Engine:
             <= self.scheduler.config.prefill_chunk
         )
         assert not {chunk.request for chunk in plan.prefill} & set(plan.preempted)
-        left_out = [
+        skipped = [
             request
             for request in self.scheduler.running[:-1]
             if request.status == "decode" and request not in plan.decode
         ]
-        assert not left_out or any(self.unread), "nothing to read back"
+        assert not skipped or any(self.unread), (
+            "a request was left out although no result is pending"
+        )
         results = [self.prefill(chunk) for chunk in plan.prefill]
         results += [
-            self.decode(each, right) for each, right in zip(plan.decode, accepted, strict=False)
+            self.decode(each, count) for each, count in zip(plan.decode, accepted, strict=False)
         ]
         self.unread.append([result for result in results if result[1]])
         return plan
 
     def prefill(self, chunk: Any) -> tuple[Request, list[int]]:
-        of = chunk.request
-        assert tuple(chunk.ids) == tuple(of.tokens[chunk.start : chunk.end]) and chunk.ids
-        self.tokens[of.id] = known = tuple(of.tokens)
-        self.verify(of, chunk.start)
-        first_token = [] if chunk.next_id is not None else [says(known)]
-        self.tokens[of.id] = known = known + tuple(first_token)
+        request = chunk.request
+        assert tuple(chunk.ids) == tuple(request.tokens[chunk.start : chunk.end]) and chunk.ids
+        self.tokens[request.id] = known = tuple(request.tokens)
+        self.verify(request, chunk.start)
+        first_token = [] if chunk.next_id is not None else [next_token(known)]
+        self.tokens[request.id] = known = known + tuple(first_token)
         for j in range(chunk.start, chunk.end):
-            self.write(self.target, of, j, known[: j + 1])
-            self.write(self.drafter, of, j, known[: j + 2])
+            self.write(self.target, request, j, known[: j + 1])
+            self.write(self.drafter, request, j, known[: j + 2])
         self.scheduler.mark_prefilled(chunk)
-        return of, first_token
+        return request, first_token
 
-    def decode(self, of: Request, accepted: int) -> tuple[Request, list[int]]:
-        known = self.tokens[of.id]
+    def decode(self, request: Request, accepted: int) -> tuple[Request, list[int]]:
+        known = self.tokens[request.id]
         newest = len(known) - 1
         assert (
-            min(newest + STEP_ROWS, self.scheduler.max_length(of))
-            <= len(of.pages) * self.scheduler.allocator.page_size
+            min(newest + STEP_ROWS, self.scheduler.max_length(request))
+            <= len(request.pages) * self.scheduler.allocator.page_size
         )
-        self.verify(of, newest)
+        self.verify(request, newest)
         for _ in range(accepted + 1):
-            known += (says(known),)
-        for i in range(STEP_ROWS):  # what was rejected is written as well, and overwritten later
+            known += (next_token(known),)
+        for i in range(STEP_ROWS):  # Rejected rows are written, too, and later overwritten.
             self.write(
-                self.target, of, newest + i, known[: newest + i + 1] if i <= accepted else ()
+                self.target, request, newest + i, known[: newest + i + 1] if i <= accepted else ()
             )
-        for i in range(accepted + K):  # so are the drafter's K - 1 mask rows
+        for i in range(accepted + K):  # So are the K - 1 mask rows of the drafter.
             self.write(
-                self.drafter, of, newest + i, known[: newest + i + 2] if i <= accepted else ()
+                self.drafter, request, newest + i, known[: newest + i + 2] if i <= accepted else ()
             )
-        self.tokens[of.id] = known
-        of.ahead += STEP_ROWS
-        return of, list(known[newest + 1 :])
+        self.tokens[request.id] = known
+        request.ahead += STEP_ROWS
+        return request, list(known[newest + 1 :])
 
     def read(self) -> None:
-        for of, tokens in self.unread.popleft():
-            if of.finished:
+        for request, tokens in self.unread.popleft():
+            if request.finished:
                 continue
-            if of.output:
-                of.ahead -= STEP_ROWS
-                self.scheduler.append(of, tokens[: self.scheduler.max_length(of) - of.length])
+            if request.output:
+                request.ahead -= STEP_ROWS
+                self.scheduler.append(
+                    request, tokens[: self.scheduler.max_length(request) - request.length]
+                )
             else:
-                self.scheduler.append_first(of, tokens[0])
-            if of.length == self.scheduler.max_length(of):
-                self.scheduler.finish(of, "length")
-            elif of.limits.stop_ids & set(tokens):
-                self.scheduler.finish(of, "stop")
+                self.scheduler.append_first(request, tokens[0])
+            if request.length == self.scheduler.max_length(request):
+                self.scheduler.finish(request, "length")
+            elif request.limits.stop_ids & set(tokens):
+                self.scheduler.finish(request, "stop")
 
     def drain(self) -> None:
-        """Nobody is forgotten: every step gets the oldest on by a token at least."""
+        """Run until all requests have finished, within a limit that detects starvation."""
         for steps in range(1000):
             if not self.scheduler.live:
                 break
@@ -148,15 +152,15 @@ class Engine:
         )
 
 
-def right(each: Request) -> bool:
-    """Finished, and every token is what the target says after those before it."""
+def is_right(each: Request) -> bool:
+    """Whether the request has finished with the tokens of the target."""
     starts = range(len(each.prompt), each.length)
     return each.finished and all(
-        each.tokens[end] == says(tuple(each.tokens[:end])) for end in starts
+        each.tokens[end] == next_token(tuple(each.tokens[:end])) for end in starts
     )
 
 
-COMMON = [0, 1, 2, 1, 0, 0, 1, 2, 2, 0, 1, 0, 2, 1]  # many prompts begin like this one
+COMMON = [0, 1, 2, 1, 0, 0, 1, 2, 2, 0, 1, 0, 2, 1]  # prefix of many prompts
 PROMPTS = st.one_of(
     st.integers(1, len(COMMON)).map(lambda length: COMMON[:length]),
     st.lists(st.integers(0, 2), min_size=1, max_size=len(COMMON)),
@@ -215,7 +219,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(accepted=ACCEPTED)
     def step(self, accepted: list[int]) -> None:
-        """As a pipelined engine does: launch, then read what was launched before."""
+        """Launch a step, then read the step before, as a pipelined engine does."""
         self.engine.launch(accepted)
         while len(self.engine.unread) > 1:
             self.engine.read()
@@ -228,19 +232,19 @@ class Machine(RuleBasedStateMachine):
             assert request.finished and request.id not in self.scheduler.live
 
     @precondition(lambda self: self.scheduler.running)
-    @rule(place=st.integers(0, 20 * BATCH))
-    def fail(self, place: int) -> None:
-        if place < len(self.scheduler.running):
-            self.scheduler.finish(self.scheduler.running[place], "error", "not a number")
+    @rule(index=st.integers(0, 20 * BATCH))
+    def fail(self, index: int) -> None:
+        if index < len(self.scheduler.running):
+            self.scheduler.finish(self.scheduler.running[index], "error", "not a number")
 
     @invariant()
-    def whole(self) -> None:
+    def check_integrity(self) -> None:
         self.scheduler.check_integrity()
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             self.engine.drain()
-            assert all(right(each) for each in self.requests)
+            assert all(is_right(each) for each in self.requests)
 
 
 Machine.TestCase.settings = settings(max_examples=70, stateful_step_count=100)
@@ -248,39 +252,38 @@ TestMachine = Machine.TestCase
 
 
 @pytest.mark.slow
-class TestMachineForLong(Machine.TestCase):
+class TestMachineSlow(Machine.TestCase):
     settings = settings(max_examples=500, stateful_step_count=100, derandomize=False)
 
 
-@pytest.mark.parametrize(
-    "depth", [0, 1, 2]
-)  # results that are not read back when the next step is launched
+# `depth`: steps that are not read back when the next one is launched.
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_ten_thousand_operations(depth: int) -> None:
-    chance, requests = random.Random(depth), list[Request]()
+    rng, requests = random.Random(depth), list[Request]()
     scheduler = Scheduler(PageAllocator(14, 3), SchedulerConfig(BATCH, 8, QUEUE, context=30))
     engine = Engine(scheduler)
     for _ in range(3500):
-        prompt = [*COMMON[: chance.randrange(9)], chance.randrange(3)]
+        prompt = [*COMMON[: rng.randrange(9)], rng.randrange(3)]
         new = Request(
             str(len(requests)),
             prompt,
             Sampling(),
-            RequestLimits(chance.randint(1, 20)),
-            chance.choice("abc"),
+            RequestLimits(rng.randint(1, 20)),
+            rng.choice("abc"),
         )
         if len(scheduler.waiting) < QUEUE:
             scheduler.add(new)
             requests.append(new)
-        if chance.random() < 0.02:
-            victim = chance.choice(requests[-8:])
+        if rng.random() < 0.02:
+            victim = rng.choice(requests[-8:])
             if not victim.finished:
                 scheduler.finish(victim, "abort")
         scheduler.check_integrity()
-        engine.launch(chance.choices(range(STEP_ROWS), k=BATCH))
+        engine.launch(rng.choices(range(STEP_ROWS), k=BATCH))
         scheduler.check_integrity()
         while len(engine.unread) > depth:
             engine.read()
             scheduler.check_integrity()
     engine.drain()
-    assert all(right(each) for each in requests) and len(requests) > 500
+    assert all(is_right(each) for each in requests) and len(requests) > 500
     assert scheduler.preemptions > 100 and scheduler.allocator.hit_tokens > 1000

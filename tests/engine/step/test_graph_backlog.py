@@ -1,4 +1,4 @@
-"""Which CUDA graphs are captured before an engine is ready, and which ones steps use meanwhile."""
+"""Which CUDA graphs are captured before an engine is ready, and which ones steps use."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +60,7 @@ def test_graphs_before_ready(
 
 
 def test_kernels_do_not_depend_on_the_order_of_captures() -> None:
-    """Compilations that start with the engine are those that its warm-up waits for."""
+    """Early compilation covers the kernels that the warm-up waits for."""
     backlog = GraphBacklog(fake_stepper(), FixedPolicy(CHAIN), CHAIN, CHAIN, StartupTimes())
     descriptions = []
     for ready_batch in (0, 8, None):
@@ -78,9 +78,9 @@ def test_ready_batches_are_sizes_with_graphs() -> None:
     ("captured", "count", "expected"),
     [
         ((1, 8), 1, 1),
-        ((1, 8), 2, 8),  # The graph of eight holds two.
+        ((1, 8), 2, 8),  # Two requests fit the graph of eight.
         ((1, 2, 8), 2, 2),
-        ((1, 8), 9, None),  # Must be captured.
+        ((1, 8), 9, None),  # No graph is large enough.
         ((32,), 20, 32),  # 24 x 1.5 = 36.
         ((64,), 20, None),
     ],

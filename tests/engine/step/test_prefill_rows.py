@@ -7,9 +7,8 @@ from peagle.engine.step.prefill_rows import draft_rows, target_rows
 
 
 def test_requests_may_read_keys_of_the_same_pass() -> None:
-    """They share the pages of a prefix as soon as the pass that fills them is planned.
-
-    So keys must be stored by a launch in front of attention.
+    """Requests share pages of a prefix when the pass that fills them is planned, so keys must be
+    stored by a launch before attention.
     """
     size = PrefillSize(rows=4, requests=2, mask_rows=1, max_rows=3)
     parts = {name: torch.zeros(n, dtype=torch.int64) for name, n in part_lengths(size)}

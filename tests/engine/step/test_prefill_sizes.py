@@ -1,4 +1,4 @@
-"""Prefills whose size has no CUDA graph run padded in a larger one, and give the same answers."""
+"""Prefills without a CUDA graph of their size are padded to a larger one, with equal answers."""
 
 from collections.abc import Callable, Hashable
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ PROMPTS = ["abc", "a longer prompt, of some words", "x"]
 
 
 class RepeatedWork(Graphs):
-    """Graphs on a CPU: a replay does the captured work again, on the inputs of the capture."""
+    """Graphs for a CPU: a replay repeats the captured work on the captured inputs."""
 
     def warm_up(self, work: Callable[[], Any]) -> None:
         work()
@@ -62,7 +62,7 @@ def test_padded_prefills(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         prefill.capture(large, shape)
         captured = set(graphs.graphs)
         assert answers(engine) == expected
-        assert set(graphs.graphs) == captured, "a prefill was captured although it fits"
+        assert set(graphs.graphs) == captured, "a prefill was captured although a larger graph fits"
 
 
 def test_without_a_larger_size_a_prefill_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ def test_the_smallest_captured_size_is_chosen() -> None:
         assert prefill.captured_size(other_masks, shape) == other_masks
 
 
-def test_exact_requests_one_by_one_have_prefills_of_their_own_size() -> None:
-    """The rows of a pass change the bits there, so they must not depend on earlier captures."""
+def test_exact_requests_with_own_passes_are_not_padded() -> None:
+    """The number of rows changes bits there, so it must not depend on earlier captures."""
     config = EngineConfig(method="p-eagle", k=3, max_batch=8, thread=False)
     with Engine(tiny_pair(), config) as engine:
         prefill = engine.loop.stepper.prefill
@@ -103,7 +103,7 @@ def test_exact_requests_one_by_one_have_prefills_of_their_own_size() -> None:
 
 
 def test_a_size_that_would_be_mostly_padding_is_captured() -> None:
-    """After one prompt of 1,500 tokens, those of 600 get a graph of their own."""
+    """After a prompt of 1,500 tokens, prompts of 600 tokens get their own graph."""
     sizer = PrefillSizer(None, weights=4_000_000_000)
     assert sizer.max_graph_rows == 1536
     sizes = {rows: PrefillSize(rows, 1, 0, rows) for rows in (16, 64, 128, 768, 1536)}
@@ -116,7 +116,7 @@ def test_a_size_that_would_be_mostly_padding_is_captured() -> None:
 
 
 def test_no_memory_for_the_graphs_of_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefill runs without them, and later ones do not try again."""
+    """The prefill runs without graphs, and later prefills do not try to capture again."""
     config = EngineConfig(method="p-eagle", k=3, max_batch=8, thread=False, prefix_caching=False)
     with Engine(tiny_pair(), config) as engine:
         expected = answers(engine)
@@ -134,7 +134,7 @@ def test_no_memory_for_the_graphs_of_a_prefill(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
-def test_a_row_is_multiplied_with_its_own_experts(name: str) -> None:
+def test_a_row_counts_the_weights_of_its_experts(name: str) -> None:
     layers = make_mixture(name).layers
     num_experts = len(find_router(layers[0].mlp).weight)
     top_k = find_router(layers[0].mlp).top_k
@@ -145,8 +145,8 @@ def test_a_row_is_multiplied_with_its_own_experts(name: str) -> None:
     assert row_weight_count(dense) == weight_count(dense)
 
 
-def test_routers_of_another_kind_count_all_experts() -> None:
-    """Those of AFMoE, LongCat-Flash and Zaya have their weights in modules of their own."""
+def test_unknown_routers_count_all_experts() -> None:
+    """Routers of AFMoE, LongCat-Flash and Zaya have their weights in submodules."""
     mixture = torch.nn.Module()
     mixture.router = torch.nn.Module()
     mixture.router.top_k = 1  # type: ignore[assignment]

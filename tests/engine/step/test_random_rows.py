@@ -1,4 +1,4 @@
-"""Costs before the first request are those of rows that differ, as rows of real requests do."""
+"""Steps are timed with rows that differ, as those of real requests do."""
 
 from collections.abc import Hashable
 
@@ -15,7 +15,7 @@ from tests.support.bench.benching import tiny_pair
 
 
 class RecordedGraphs(Graphs):
-    """Keeps the ids and positions of each pass that is timed."""
+    """Records the ids and positions of each timed pass."""
 
     def __init__(self, stepper: Stepper) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class RecordedGraphs(Graphs):
             index = self.stepper._slot_indices[batch][1]
             rows, _ = slots.verify_rows(index, shape)
             self.timed[batch, shape] = rows.ids, rows.first_positions, rows.kv_slots
-        else:  # A step changes its slots.
+        else:  # Steps change their slots.
             slots.newest.zero_()
             slots.trees.chain.zero_()
             slots.lengths.fill_(1)
@@ -42,12 +42,12 @@ class RecordedGraphs(Graphs):
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine(tiny_pair(), EngineConfig(method="p-eagle", k=3, max_batch=4, thread=False))
     stepper = engine.loop.stepper
-    monkeypatch.setattr(Stepper, "on_gpu", True)  # The slots of a batch are one tensor there.
+    monkeypatch.setattr(Stepper, "on_gpu", True)  # On a GPU, the slots of a batch are one tensor.
     monkeypatch.setattr(stepper, "graphs", RecordedGraphs(stepper))
     return engine
 
 
-def test_rows_of_the_calibration_differ(engine: Engine) -> None:
+def test_calibration_uses_different_rows(engine: Engine) -> None:
     stepper = engine.loop.stepper
     slots = stepper.slots
     before = [tensor.clone() for tensor in (*slots.state, *slots.trees)]
@@ -59,13 +59,13 @@ def test_rows_of_the_calibration_differ(engine: Engine) -> None:
         assert ids.numel() == rows and ids.max() < stepper.target.vocab_size
         assert len(ids.unique()) > 0.8 * rows
         assert batch == 1 or len(positions.unique()) > 1
-        assert (kv_slots == -1).all()  # Nothing is stored.
+        assert (kv_slots == -1).all()  # KV entries are not stored.
     assert set(stepper.graphs.timed) == {(b, shape) for b in (1, 2, 4) for shape in shapes}
     for tensor, copy in zip((*slots.state, *slots.trees), before, strict=True):
         assert torch.equal(tensor, copy)
 
 
-def test_a_step_is_timed_with_the_rows_of_the_last_requests(engine: Engine) -> None:
+def test_steps_are_timed_with_rows_of_the_last_requests(engine: Engine) -> None:
     slots = engine.loop.stepper.slots
     slots.newest[:4] = torch.tensor([5, 6, 7, 8])
     slots.trees.chain[:4, 0] = torch.tensor([1, 2, 3, 4])

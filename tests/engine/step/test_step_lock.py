@@ -1,4 +1,4 @@
-"""StepLock: a thread that takes it again and again does not keep it from others."""
+"""StepLock: a thread that acquires it repeatedly does not starve other threads."""
 
 import threading
 
@@ -6,8 +6,8 @@ from peagle.engine.step.step_lock import StepLock
 from tests.support.waiting import wait_for
 
 
-def test_the_lock_changes_hands_after_one_step() -> None:
-    """The first step ends when the other thread waits, and the second is asked for at once."""
+def test_a_waiting_thread_gets_the_lock_after_one_step() -> None:
+    """The first step ends when the other thread waits, and the same thread asks for the next."""
     for _ in range(20):
         lock = StepLock()
         order: list[str] = []

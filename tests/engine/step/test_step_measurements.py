@@ -1,4 +1,4 @@
-"""The bytes that a pass of a mixture reads: attention, routers and the experts that it touched."""
+"""Bytes that a pass of a mixture reads: attention, routers and touched experts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ COUNTS = [[3, 0, 1, 0, 2], [1, 1, 1, 1, 4]]
 
 
 def mixture_layer(value: float) -> Any:
-    """All weights have this value."""
+    """A mixture layer whose weights all have this value."""
     gate_up = ExpertMatrices(torch.full((EXPERTS, 2 * INNER, HIDDEN), value))
     down = ExpertMatrices(torch.full((EXPERTS, HIDDEN, INNER), value))
     router = torch.full((EXPERTS, HIDDEN), value)
@@ -55,7 +55,7 @@ def expected_bytes(per_weight: int) -> int:
 
 
 def test_touched_experts_are_counted() -> None:
-    target = fused_target(0.3, COUNTS)  # which bf16 does not hold exactly: nothing is packed
+    target = fused_target(0.3, COUNTS)  # The value is not exact in bf16, so nothing is packed.
     assert last_expert_load(target) == ExpertLoad(3.0, EXPERTS, expected_bytes(4))
 
 
@@ -67,11 +67,11 @@ def test_packed_matrices_are_read_in_bf16() -> None:
     assert expected_bytes(2) <= load.layer_bytes < 1.25 * expected_bytes(2)
 
 
-def test_a_dense_target_has_none() -> None:
+def test_a_dense_target_has_no_expert_load() -> None:
     assert last_expert_load(fused_target(0.25, None)) is None
 
 
-def test_the_floor_counts_touched_experts_and_the_head() -> None:
+def test_the_minimum_counts_touched_experts_and_the_head() -> None:
     pair = random_pair("tiny-qwen3-moe", "cpu", torch.float32)
     head = 4 * 512 * 64
     load = ExpertLoad(2.0, 8, 1000)

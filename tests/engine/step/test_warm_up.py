@@ -1,4 +1,4 @@
-"""Warm-up: graphs of small batches first, the rest when idle; costs of steps are known before."""
+"""Warm-up: graphs of small batches come first, the others when idle; costs are measured."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -15,8 +15,8 @@ from tests.support.bench.benching import tiny_pair
 from tests.support.waiting import wait_for
 
 
-class Timed(Graphs):
-    """Graphs of batches of up to 4, whose milliseconds are known."""
+class TimedGraphs(Graphs):
+    """Graphs of batches of up to 4 with known times."""
 
     def milliseconds(self, key: Hashable, repeats: int = 30) -> float | None:
         half, batch, shape, *_ = key  # type: ignore[misc]
@@ -27,7 +27,7 @@ Captures = list[tuple[int, DraftShape, DraftShape]]
 
 
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Captures:
-    """Captures, which a CPU cannot do, are recorded instead; those of prefills as NO_DRAFT."""
+    """Record captures, which a CPU does not support; those of prefills have NO_DRAFT."""
     captures: Captures = []
     loop = engine.loop
     prefill = loop.stepper.prefill
@@ -37,7 +37,7 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Captures
         prefill, "capture", lambda size, shape: captures.append((size.requests, NO_DRAFT, shape))
     )
     monkeypatch.setattr(prefill.sizer, "has_graph", lambda chunks: False)
-    monkeypatch.setattr(loop.stepper, "graphs", Timed())
+    monkeypatch.setattr(loop.stepper, "graphs", TimedGraphs())
     return captures
 
 
@@ -77,14 +77,14 @@ def test_small_batches_first_and_the_rest_when_idle(monkeypatch: pytest.MonkeyPa
     pending = engine.status()["pending_graphs"]
     assert pending > 0
     stream = engine.add("abc", max_tokens=4)
-    assert not engine.capture_next(), "a request is live"
+    assert not engine.capture_next(), "graphs must not be captured while a request runs"
     engine.drain()
     assert list(stream) and engine.status()["pending_graphs"] == pending
     del captures[:]
     while engine.capture_next():
         pass
     batches = list(dict.fromkeys(batch for batch, *_ in captures))
-    assert batches == [1, 4, 2, 8, 16]  # Of 1 and 4, the steps that change the shape.
+    assert batches == [1, 4, 2, 8, 16]  # For 1 and 4, steps that change the shape.
     assert len(set(captures)) < len(captures)  # Prefills of several sizes.
     assert engine.status()["pending_graphs"] == 0
     assert set(engine.status()["startup"]) == {"build", "compile", "capture", "calibrate"}
@@ -92,7 +92,7 @@ def test_small_batches_first_and_the_rest_when_idle(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_memory_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle captures end; the engine goes on."""
+    """Idle captures stop; the engine continues."""
     engine = small_engine()
     simulate_graphs(monkeypatch, engine)
     engine.warm_up(ready_batch=4)
@@ -103,7 +103,7 @@ def test_no_memory_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.loop.graphs, "capture", capture)
     assert not engine.capture_next()
     assert engine.status()["pending_graphs"] == 0
-    stream = engine.add("abc", max_tokens=4)  # Its own steps are not captured either.
+    stream = engine.add("abc", max_tokens=4)  # Its steps are not captured.
     engine.drain()
     assert list(stream)
     engine.close()
@@ -111,7 +111,7 @@ def test_no_memory_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("max_batch", [16, 20, 40])
 def test_prefills_of_all_usual_sizes(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
-    """Prefills have other sizes than batches: 20 requests decode in 24 rows, and 32 are read."""
+    """Sizes of prefills differ from those of batches: 20 requests decode as 24, prefill as 32."""
     engine = small_engine(k=3, max_batch=max_batch)
     captures = simulate_graphs(monkeypatch, engine)
     loop = engine.loop
@@ -123,7 +123,7 @@ def test_prefills_of_all_usual_sizes(monkeypatch: pytest.MonkeyPatch, max_batch:
 
 
 def test_a_target_without_graphs_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a mixture of experts that synchronizes with the host."""
+    """For example, a mixture of experts may synchronize with the host."""
     engine = small_engine()
     attempts: Captures = []
 
@@ -144,14 +144,14 @@ def test_costs_of_batches_without_graphs_are_extrapolated(monkeypatch: pytest.Mo
     engine.warm_up(ready_batch=4)
     policy = engine.loop.drafts.policy
     assert isinstance(policy, AdaptivePolicy)
-    # On the line through the costs of 2 and 4 requests.
+    # Extrapolated from the costs of 2 and 4 requests.
     assert policy.costs.seconds(16, 7) == pytest.approx((16 * 1.7 + 0.5) / 1000)
     assert not policy.choose(16).reason.startswith("measuring")
     engine.close()
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_thread_captures_the_rest_by_itself(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+def test_the_thread_captures_pending_graphs(monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
     engine = small_engine(thread=True, k=3)
     simulate_graphs(monkeypatch, engine)
     engine.warm_up(ready_batch=1)
@@ -161,7 +161,7 @@ def test_a_thread_captures_the_rest_by_itself(monkeypatch: pytest.MonkeyPatch, b
     engine.close()
 
 
-def test_nothing_is_left_without_graphs() -> None:
+def test_no_captures_are_pending_without_graphs() -> None:
     engine = small_engine()
     engine.warm_up(ready_batch=1)
     assert engine.status()["pending_graphs"] == 0 and not engine.capture_next()

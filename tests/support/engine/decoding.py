@@ -1,4 +1,4 @@
-"""Plain decoding with transformers, and proposers that know the answer."""
+"""Plain decoding with transformers, and a proposer that knows the answer."""
 
 import itertools
 
@@ -33,14 +33,15 @@ def transformers_generate(target: Target, prompt: list[int], count: int) -> list
 
 
 class Oracle:
-    """A drafter that knows the answer and follows a pattern: which of its K drafts are right."""
+    """A proposer that knows the answer; the pattern `right` says which of K drafts are right."""
 
     def __init__(self, prompt: list[int], answer: list[int], right: list[bool]) -> None:
         self.sequence = prompt + answer
         self.right = right
 
     def propose(self, verified: Verified, k: int) -> torch.Tensor:
-        n = verified.first + len(verified.ids) - verified.rejected  # position of the newest token
+        # The position of the newest token.
+        n = verified.first + len(verified.ids) - verified.rejected
         truth = (self.sequence[n + 1 :] + [3] * k)[:k]
         flags = itertools.islice(itertools.cycle(self.right), k)
         return torch.tensor(

@@ -1,4 +1,4 @@
-"""Small engines, and requests that come and go."""
+"""Small engines, requests for them, and their expected answers."""
 
 import random
 from functools import cache
@@ -27,7 +27,7 @@ from tests.support.models.tiny_models import make_target
 from tests.support.train.training import make_run, some_config, train, write_answers
 
 K = 3
-Asked = tuple[list[int], dict[str, Any]]  # a prompt, and what Engine.add takes besides
+EngineRequest = tuple[list[int], dict[str, Any]]  # The prompt and other options of Engine.add.
 # Prompts are cut into chunks, and pages run out.
 TIGHT = {"max_batch": 5, "page_size": 4, "prefill_chunk": 16, "kv_tokens": 100}
 
@@ -63,7 +63,7 @@ def _train_drafters(target: Target, folder: Path) -> None:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Token 17 is the word w17."""
+    """A word tokenizer, in which token 17 is w17."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -77,18 +77,18 @@ def engine_of(pair: LoadedPair, method: str, k: int | str = K, **options: Any) -
     return Engine(pair, EngineConfig(method=method, k=k, thread=False, **TIGHT | options))
 
 
-def some_requests(count: int, seed: int, **settings: Any) -> list[Asked]:
-    """Short and long ones; many begin alike."""
-    chance = random.Random(seed)
-    common = [chance.randrange(6, 96) for _ in range(30)]
-    asked: list[Asked] = []
+def some_requests(count: int, seed: int, **settings: Any) -> list[EngineRequest]:
+    """Short and long prompts, many with a common prefix, and the same settings for all."""
+    rng = random.Random(seed)
+    common = [rng.randrange(6, 96) for _ in range(30)]
+    requests: list[EngineRequest] = []
     for _ in range(count):
-        own = [chance.randrange(6, 96) for _ in range(chance.randint(1, 12))]
-        asked.append((common[: chance.choice([0, 0, 9, 16, 30])] + own, settings))
-    return asked
+        own = [rng.randrange(6, 96) for _ in range(rng.randint(1, 12))]
+        requests.append((common[: rng.choice([0, 0, 9, 16, 30])] + own, settings))
+    return requests
 
 
-def alone(
+def reference_steps(
     pair: LoadedPair,
     method: Method,
     ids: list[int],
@@ -96,7 +96,7 @@ def alone(
     max_tokens: int = 128,
     **options: Any,
 ) -> list[Step]:
-    """The reference: one request, by the plain loop."""
+    """The expected steps: one request in the plain decoding loop."""
     drafter = pair.drafter(method) if method in DRAFTER_METHODS else None
     pair.target.tap(drafter.config.aux_layer_ids or () if drafter else ())
     proposer: Proposer | None = proposer_for(drafter) if drafter else None
@@ -115,13 +115,13 @@ def steps_of(stream: Stream) -> list[Step]:
 
 
 def serve(
-    engine: Engine, asked: list[Asked], pauses: tuple[int, ...] = (0, 1, 2)
+    engine: Engine, requests: list[EngineRequest], pauses: tuple[int, ...] = (0, 1, 2)
 ) -> list[list[Step]]:
-    """Some come while others run, so many steps later."""
-    chance, streams = random.Random(0), []
-    for ids, settings in asked:
+    """Add requests while others run, with pauses of so many steps, and return their steps."""
+    rng, streams = random.Random(0), []
+    for ids, settings in requests:
         streams.append(engine.add(ids, **settings))
-        for _ in range(chance.choice(pauses)):
+        for _ in range(rng.choice(pauses)):
             engine.step()
             engine.check_integrity()
     engine.drain()
@@ -131,7 +131,7 @@ def serve(
 
 
 def ask(engine: Engine, ids: list[int], **settings: Any) -> tuple[list[int], list[StreamPiece]]:
-    """One request's tokens, and all of its pieces."""
+    """Run one request; return its tokens and all of its pieces."""
     stream = engine.add(ids, **settings)
     engine.drain()
     engine.check_integrity()
@@ -140,22 +140,23 @@ def ask(engine: Engine, ids: list[int], **settings: Any) -> tuple[list[int], lis
 
 
 COUNT = 8  # tokens of an answer
-ASKED = some_requests(8, seed=3, max_tokens=COUNT, ignore_eos=True)
+REQUESTS = some_requests(8, seed=3, max_tokens=COUNT, ignore_eos=True)
 
 
 def plant_drafts(engine: Engine, answers: dict[str, list[int]], right: list[bool]) -> None:
-    """Drafts that are right or wrong as the pattern says, in place of the drafter's own."""
+    """Replace the drafts by ones that are right or wrong, as the pattern `right` says."""
     for id, state in engine.loop.states.items():
         if state.slot is not None:
             emitted = len(engine.loop.scheduler.live[id].output)
-            truth = (answers[id][emitted:] + [3] * K)[:K]
+            expected = (answers[id][emitted:] + [3] * K)[:K]
             drafts = [
                 token if ok else (token + 1) % 96
-                for token, ok in zip(truth, islice(cycle(right), K), strict=True)
+                for token, ok in zip(expected, islice(cycle(right), K), strict=True)
             ]
             engine.loop.stepper.slots.trees.chain[state.slot, :K] = torch.tensor(drafts)
 
 
+# Without min_tokens, it would end at once.
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9},
@@ -164,7 +165,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "repetition_penalty": 1.3},
     {"temperature": 1.0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
     {"temperature": 1.0, "logit_bias": {7: 4.0, 9: -100.0, 1: 3.0}},
-    {"temperature": 1.3, "logit_bias": {1: 6.0}, "min_tokens": 9},  # would end at once
+    {
+        "temperature": 1.3,
+        "logit_bias": {1: 6.0},
+        "min_tokens": 9,
+    },
     {"repetition_penalty": 1.2},
     {"frequency_penalty": 1.0, "logit_bias": {20: 5.0}},
     {"min_tokens": 8, "logit_bias": {1: 50.0}, "stop_ids": frozenset({40, 41})},
@@ -178,6 +183,6 @@ MIXED = [
 
 @cache
 def one_by_one() -> list[list[int]]:
-    """What each of the mixed requests gets alone, without speculation."""
+    """The answers to MIXED, one request at a time and without speculation."""
     engine = engine_of(small(), "none", prefix_caching=False)
     return [ask(engine, ids, **settings)[0] for ids, settings in MIXED]

@@ -1,4 +1,4 @@
-"""Planted drafts: in place of the drafter's own, with a known part of the true answer."""
+"""Planted drafts, which replace those of the drafter and have a part of the right answer."""
 
 import random
 
@@ -12,56 +12,54 @@ BRANCHES = 5  # candidates of each depth
 
 
 def plant_trees(
-    engine: Engine, answers: dict[str, list[int]], chance: random.Random, k: int, nodes: int
+    engine: Engine, answers: dict[str, list[int]], rng: random.Random, k: int, nodes: int
 ) -> None:
-    """Replace the drafts by random trees that hold the true answer up to a random depth."""
+    """Replace the drafts by random trees that follow the answer up to a random depth."""
     slots = engine.loop.stepper.slots
     for id, state in engine.loop.states.items():
         if state.slot is None:
             continue
-        truth = next_tokens(engine, state.slot, answers[id], k)
-        generator = torch.Generator().manual_seed(chance.getrandbits(32))
+        expected = next_tokens(engine, state.slot, answers[id], k)
+        generator = torch.Generator().manual_seed(rng.getrandbits(32))
         scores = torch.randn(1, k, 1, BRANCHES, generator=generator).log_softmax(-1)
-        grown = tree_topology(scores, nodes)
-        parents = grown.parents[0].tolist()
-        depths = grown.depths[0].tolist()
-        ids = [(truth[depth - 1] + 1 + node) % VOCAB for node, depth in enumerate(depths)]
-        deepest = max(chance.choices(range(nodes), k=3), key=depths.__getitem__)
+        tree = tree_topology(scores, nodes)
+        parents = tree.parents[0].tolist()
+        depths = tree.depths[0].tolist()
+        ids = [(expected[depth - 1] + 1 + node) % VOCAB for node, depth in enumerate(depths)]
+        deepest = max(rng.choices(range(nodes), k=3), key=depths.__getitem__)
         row = deepest + 1
-        true_depth = chance.randrange(k + 1)
-        while row:  # this node and its ancestors
+        true_depth = rng.randrange(k + 1)
+        while row:  # The node and its ancestors.
             if depths[row - 1] <= true_depth:
-                ids[row - 1] = truth[depths[row - 1] - 1]
+                ids[row - 1] = expected[depths[row - 1] - 1]
             row = parents[row - 1]
-        rows = (torch.tensor(ids), grown.parents[0], grown.depths[0])
-        for whole, own in zip(slots.trees[1:4], rows, strict=True):
-            whole[state.slot, :nodes] = own
-        slots.trees.masks[state.slot, : nodes + 1] = grown.masks[0]
+        rows = (torch.tensor(ids), tree.parents[0], tree.depths[0])
+        for all_slots, own in zip(slots.trees[1:4], rows, strict=True):
+            all_slots[state.slot, :nodes] = own
+        slots.trees.masks[state.slot, : nodes + 1] = tree.masks[0]
 
 
-def plant_chains(
-    engine: Engine, answers: dict[str, list[int]], chance: random.Random, k: int
-) -> None:
-    """Replace the drafts by chains of which a random beginning is right."""
+def plant_chains(engine: Engine, answers: dict[str, list[int]], rng: random.Random, k: int) -> None:
+    """Replace the drafts by chains of which a random number of first drafts is right."""
     slots = engine.loop.stepper.slots
     for id, state in engine.loop.states.items():
         if state.slot is not None:
             drafts = next_tokens(engine, state.slot, answers[id], k)
-            right = chance.randrange(k + 1)
+            right = rng.randrange(k + 1)
             drafts[right:] = [(token + 1) % VOCAB for token in drafts[right:]]
             slots.trees.chain[state.slot, :k] = torch.tensor(drafts)
 
 
-def plant_random(engine: Engine, answers: dict[str, list[int]], chance: random.Random) -> None:
-    """Chains and trees of all sizes that the engine may verify next."""
+def plant_random(engine: Engine, answers: dict[str, list[int]], rng: random.Random) -> None:
+    """Plant both a chain and a tree, because the engine may verify either of them next."""
     shape = engine.max_shape
     if shape.k:
-        plant_chains(engine, answers, chance, shape.k)
+        plant_chains(engine, answers, rng, shape.k)
     if not shape.is_chain:
-        plant_trees(engine, answers, chance, shape.k, shape.nodes)
+        plant_trees(engine, answers, rng, shape.k, shape.nodes)
 
 
 def next_tokens(engine: Engine, slot: int, answer: list[int], count: int) -> list[int]:
-    """The true tokens that come next; the device knows of passes that are not read back yet."""
+    """The next tokens of the answer, after those of passes that are not read back yet."""
     emitted = int(engine.loop.stepper.slots.emitted[slot])
     return (answer[emitted:] + [3] * count)[:count]

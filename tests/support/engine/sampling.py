@@ -1,4 +1,4 @@
-"""A target without weights, its processed logits by transformers, and sampling options."""
+"""A function as target, its logits after the processors of transformers, and sampling options."""
 
 import itertools
 from collections import Counter
@@ -30,7 +30,7 @@ def target(ids: list[int], vocab: int = 9) -> torch.Tensor:
 def processed(
     prompt: list[int], output: list[int], sampling: Sampling, min_tokens: int, vocab: int = 9
 ) -> torch.Tensor:
-    """[1, V]: one row, processed up to and including the penalties."""
+    """One row [1, V], processed by bias, min_tokens and penalties."""
     ids = torch.tensor([prompt + output])
     x = target(prompt + output, vocab)[None].clone()
     if sampling.logit_bias:
@@ -60,7 +60,7 @@ OPTIONS = {
 def three_tokens(
     option: dict, runs: int, vocab: int
 ) -> tuple[dict[tuple[int, ...], float], Sampler]:
-    """(the probability of every answer of three tokens, a sampler of `runs` seeds)"""
+    """The probability of every answer of three tokens, and a sampler with `runs` seeds."""
     sampling = Sampling(temperature=1.2, **option)
     exact = {}
     for answer in itertools.product(range(vocab), repeat=3):

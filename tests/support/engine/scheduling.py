@@ -1,4 +1,4 @@
-"""Requests and small schedulers."""
+"""Requests and small schedulers for tests of the scheduler."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def planned_ids(plan: StepPlan) -> tuple[list[str], list[str]]:
 
 
 def run_plan(scheduler: Scheduler, plan: StepPlan, emitted: int = 1) -> None:
-    """One step, read back at once: token 7 for every request."""
+    """Run a step that is read back at once, with token 7 for every request."""
     for chunk in plan.prefill:
         scheduler.mark_prefilled(chunk)
         if chunk.next_id is None:

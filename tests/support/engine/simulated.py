@@ -28,7 +28,7 @@ def chain(k: int) -> DraftShape:
 def gpu(batch: int, shape: DraftShape) -> float:
     """Milliseconds of a step that is memory-bound at batch 1 and compute-bound at batch 64.
 
-    A tree takes a little longer than its rows: it is built, and the accepted path is moved.
+    A tree takes longer than its rows, because it is built, and the accepted path is moved.
     """
     drafting = 0.35 + 0.03 * shape.k + 0.002 * batch if shape.k else 0
     building = 0 if shape.is_chain else 0.15
@@ -36,7 +36,7 @@ def gpu(batch: int, shape: DraftShape) -> float:
 
 
 def busy(batch: int, shape: DraftShape) -> float:
-    """A target that is compute-bound at any batch size: no speculation pays at batch 64."""
+    """A target that is compute-bound at any batch size; at batch 64, no speculation is best."""
     return 4 + 0.08 * batch * (shape.nodes + 1) + (0.5 if shape.k else 0)
 
 
@@ -65,7 +65,7 @@ def acceptance_rates(profile: Profile, shape: DraftShape, width: float) -> np.nd
 
 @cache
 def expected_tokens(profile: Profile, shape: DraftShape, width: float) -> float:
-    """Tokens of a step."""
+    """Expected tokens per step."""
     return 1 + float(np.cumprod(acceptance_rates(profile, shape, width)).sum())
 
 
@@ -77,10 +77,10 @@ def expected_rates(policy: AdaptivePolicy, batch: int) -> dict[DraftShape, float
 
 
 class Simulation:
-    """Steps of such an engine: the choices, and their mean cost.
+    """Simulated steps of an engine: the choices of a policy, and their mean cost.
 
-    `ahead`: as in the engine, a step verifies drafts that the step before made, and drafts for the
-    next one. `width`: how much trees are worth.
+    `ahead`: as in the engine, a step verifies the drafts of the previous step and drafts for the
+    next one. `width`: the advantage of trees.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Simulation:
         self.width = width
         self.drafted = chain(0)
         self.choices: list[DraftChoice] = []
-        self.rates: list[dict[DraftShape, float]] = []  # of an AdaptivePolicy, beside each choice
+        self.rates: list[dict[DraftShape, float]] = []  # Rates of an AdaptivePolicy at each choice.
 
     def tokens(self, profile: Profile, shape: DraftShape) -> float:
         return expected_tokens(profile, shape, self.width)
@@ -114,7 +114,7 @@ class Simulation:
 
     def run(self, steps: int, batch: int, profile: Profile) -> float:
         """The mean time of the chosen shapes, relative to the best fixed one for as many tokens."""
-        spent = needed = 0.0
+        elapsed = needed = 0.0
         best = self.best(batch, profile)
         for _ in range(steps):
             choice = self.policy.choose(batch)
@@ -127,22 +127,22 @@ class Simulation:
             self.drafted = choice.shape if shape == choice.shape else self.shapes[-1]
             seconds = self.seconds(batch, shape) if shape == self.drafted else None
             self.policy.observe(batch, shape, seconds, self.accepted(batch, shape, profile))
-            spent += self.cost(batch, shape)
+            elapsed += self.cost(batch, shape)
             needed += (
                 self.cost(batch, best) * self.tokens(profile, shape) / self.tokens(profile, best)
             )
-        return spent / needed
+        return elapsed / needed
 
     def accepted(self, batch: int, shape: DraftShape, profile: Profile) -> list[AcceptedCounts]:
-        """Random outcomes; a larger shape accepts all that a smaller one accepts."""
-        chance = self.random.random((batch, shape.k))
+        """Random outcomes; a larger shape accepts at least what a smaller one does."""
+        rng = self.random.random((batch, shape.k))
         trees = [
             tree
             for tree in self.shapes
             if not tree.is_chain and tree.k == shape.k and tree.nodes <= shape.nodes
         ]
         counts = [
-            leading(chance < acceptance_rates(profile, other, self.width)).tolist()
+            leading(rng < acceptance_rates(profile, other, self.width)).tolist()
             for other in (shape, chain(shape.k), *trees)
         ]
         nodes = tuple(tree.nodes for tree in trees)
@@ -156,11 +156,11 @@ class Simulation:
         return [choice.shape for choice in self.choices[-count:]]
 
 
-class Served:
-    """An engine whose requests come and go.
+class RequestSimulation:
+    """Simulated steps of an engine whose requests arrive and end.
 
-    A request that ends is replaced while others wait; the step that prefills the new one is not
-    timed. At the end the batch shrinks to nothing.
+    A waiting request replaces one that ends; the step with its prefill is not timed. At the end,
+    the batch shrinks to zero.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Served:
         random = np.random.default_rng(0)
         waiting = [int(n) for n in np.minimum(2 * length, random.geometric(1 / length, requests))]
         total = sum(waiting)
-        spent = 0.0
+        elapsed = 0.0
         left: list[int] = []
         drafted: list[DraftShape] = []
         while waiting or left:
@@ -197,11 +197,11 @@ class Served:
             timed = shape == draft_shape and not joining
             seconds = self.simulation.seconds(batch, shape) if timed else None
             self.policy.observe(batch, shape, seconds, accepted)
-            spent += self.cost(batch, shape) + (0.5 if joining else 0.0)
+            elapsed += self.cost(batch, shape) + (0.5 if joining else 0.0)
             after = [n - each.accepted - 1 for n, each in zip(left, accepted, strict=True)]
             left = [n for n in after if n > 0]
             drafted = [draft_shape] * len(left)
-        return total / spent
+        return total / elapsed
 
 
 def leading(accepted: np.ndarray) -> np.ndarray:
@@ -213,12 +213,12 @@ def leading(accepted: np.ndarray) -> np.ndarray:
 def accepted_counts(
     nodes: tuple[int, ...], by_shape: int, by_chain: int, *by_tree: int
 ) -> AcceptedCounts:
-    """What a step accepted, with trees of so many nodes among the shapes."""
+    """What one step accepted; `nodes`: the sizes of the trees among the shapes."""
     return AcceptedCounts(by_shape, by_chain, path([*zip(nodes, by_tree, strict=True)]))
 
 
 def path(accepted_by_nodes: Sequence[tuple[int, int]]) -> int:
-    """A path of which a tree of so many nodes accepts so many rows, for each (nodes, rows)."""
+    """The bits of a path of which a tree of `nodes` accepts `rows`, for each (nodes, rows)."""
     rows = {0}
     last = before = 0
     for nodes, count in accepted_by_nodes:

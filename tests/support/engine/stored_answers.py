@@ -1,7 +1,7 @@
-"""The default pair on its GGUF weights as stored: many requests at once, against each alone.
+"""The default pair on its stored GGUF weights: concurrent requests against single ones.
 
-The level of the C kernels is fixed for a process, so other levels run this file in one of their
-own: `python -m tests.support.engine.stored_answers 8 10 native`.
+A process has one level of the C kernels, so other levels run this file in a new process:
+`python -m tests.support.engine.stored_answers 8 10 native`.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def stored_file() -> Path:
 
 @cache
 def stored_pair() -> LoadedPair:
-    """Built once per process."""
+    """The pair with stored weights, built once per process."""
     folder = stored_file().parent
     target = load_target(folder, torch.float32, "cpu", "smollm2-135m", stored=True)
     return LoadedPair(find_pair("smollm2-135m"), target)
@@ -57,11 +57,11 @@ def engine_for(pair: LoadedPair, max_batch: int, **options: Any) -> Engine:
 
 
 def answers(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Some prompts come while others run."""
-    chance, streams = random.Random(0), []
+    """The answers; some requests are added while others run."""
+    rng, streams = random.Random(0), []
     for ids in prompts:
         streams.append(engine.add(ids, max_tokens=tokens, ignore_eos=True))
-        for _ in range(chance.choice([0, 0, 1])):
+        for _ in range(rng.choice([0, 0, 1])):
             engine.step()
     engine.drain()
     engine.check_integrity()
@@ -69,11 +69,11 @@ def answers(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[
 
 
 def check_answers(count: int, tokens: int, int8: bool = False) -> None:
-    """`count` requests at once have the answers of each alone, however they are drafted."""
+    """Concurrent requests have the answers of single ones, with every drafting method."""
     pair = stored_pair()
     texts = [f"{PROMPTS[i % len(PROMPTS)]} ({i})" for i in range(count)]
     prompts = [pair.encode(text) for text in texts]
-    # Open to the end: the other engines share its packed weights.
+    # It stays open, because the other engines share its packed weights.
     with engine_for(pair, 1, method="none", prefix_caching=False, int8=int8) as plain:
         expected = [answers(plain, [ids], tokens)[0] for ids in prompts]
         assert all(len(answer) == tokens for answer in expected)

@@ -1,4 +1,4 @@
-"""`make fuzz`: random cases for some minutes; the first failure is printed as a test."""
+"""`make fuzz`: run random cases for some minutes, and print the first failure as a test."""
 
 import argparse
 import sys
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # Matrices are tiny: a second thread only waits.
+    torch.set_num_threads(1)  # Matrices are too small for a second thread.
     return run_cases(options.seed, options.minutes, options.first)
 
 

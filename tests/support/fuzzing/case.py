@@ -1,4 +1,4 @@
-"""FuzzCase: an engine, its requests, and when they come and go; all that a run depends on."""
+"""FuzzCase: an engine, its requests and their timing; everything that a run depends on."""
 
 import subprocess
 import sys
@@ -9,26 +9,26 @@ from typing import Any
 @dataclass(frozen=True)
 class FuzzRequest:
     prompt: tuple[int, ...]
-    options: dict[str, Any] = field(default_factory=dict)  # of Engine.add
-    arrival: int = 0  # added before this step of the engine
-    abort_after: int | None = None  # aborted so many steps later; 0: before its first step
-    abort_at_piece: int | None = None  # aborted by a listener of its stream, on this piece
+    options: dict[str, Any] = field(default_factory=dict)  # Options of Engine.add.
+    arrival: int = 0  # The request is added before this step of the engine.
+    abort_after: int | None = None  # It is aborted so many steps later; 0: before its first step.
+    abort_at_piece: int | None = None  # A listener aborts it at this piece.
 
 
 @dataclass(frozen=True)
 class FuzzCase:
-    target: str  # see targets.py
-    engine: dict[str, Any]  # of EngineConfig
+    target: str  # A name in targets.py.
+    engine: dict[str, Any]  # Options of EngineConfig.
     requests: tuple[FuzzRequest, ...]
-    lookahead: int = 0  # passes in flight while the next one is planned
+    lookahead: int = 0  # Passes in flight while the next one is planned.
     # With K "auto": choose a random shape for every step, instead of by measured times.
     shape_seed: int | None = None
-    # Replace the drafts by random ones that hold a part of the true answer.
+    # Replace the drafts by random ones with a part of the right answer.
     draft_seed: int | None = None
 
     @property
     def reproducible(self) -> bool:
-        """Whether the steps are the same in every run; adaptive drafting measures times."""
+        """Whether every run has the same steps; adaptive drafting depends on measured times."""
         return self.engine.get("k") != "auto" or self.shape_seed is not None
 
 
@@ -45,7 +45,7 @@ def as_test(case: FuzzCase, name: str) -> str:
 
 
 def source(value: Any) -> str:
-    """A Python expression; fields of a record that have their default are left out."""
+    """The value as a Python expression, without dataclass fields that have their default."""
     if isinstance(value, tuple):
         return f"({''.join(f'{source(item)}, ' for item in value)})"
     if not isinstance(value, FuzzCase | FuzzRequest):
@@ -57,7 +57,7 @@ def source(value: Any) -> str:
 
 
 def formatted(code: str) -> str:
-    """Formatted by ruff where it is installed."""
+    """The code, formatted by ruff if it is installed."""
     command = [sys.executable, "-m", "ruff", "format", "-"]
     run = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
     return run.stdout if run.returncode == 0 else code

@@ -1,4 +1,4 @@
-"""Outcome: what the caller of a request sees in the end, and whether two are the same."""
+"""Outcome: the result of a request as its caller sees it, and the comparison of two outcomes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from peagle.engine import Engine
 from peagle.engine.stream import RequestFailed, RequestRefused, Stream, TokenLogprob
 from tests.support.fuzzing.case import FuzzRequest
 
-LOGPROB_ERROR = 2e-3  # float32, computed in another order
+LOGPROB_ERROR = 2e-3  # for float32 sums in another order
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Outcome:
 
 
 def read_outcome(stream: Stream) -> Outcome:
-    """Read a stream whose request has ended; nothing waits here."""
+    """Read the stream of a request that has ended, without waiting."""
     steps: list[Step] = []
     text = ""
     logprobs: list[TokenLogprob] = []
@@ -47,7 +47,7 @@ def read_outcome(stream: Stream) -> Outcome:
 
 
 def check_limits(request: FuzzRequest, outcome: Outcome, engine: Engine) -> None:
-    """What plain decoding might get wrong as well: the length of an answer, its end, its text."""
+    """Check the length, end and text of an answer, which plain decoding could get wrong, too."""
     options = request.options
     longest = min(options["max_tokens"], engine.loop.scheduler.context - len(request.prompt))
     stops = set(options.get("stop_ids", ()))
@@ -56,7 +56,7 @@ def check_limits(request: FuzzRequest, outcome: Outcome, engine: Engine) -> None
     assert length <= longest and (outcome.reason != "length" or length == longest)
     if outcome.reason == "length":
         assert outcome.text == engine.pair.decode(list(outcome.tokens)), "text is missing"
-    assert stops.isdisjoint(outcome.tokens[:-1]), "the answer goes on behind a stop token"
+    assert stops.isdisjoint(outcome.tokens[:-1]), "the answer continues after a stop token"
     if "grammar" in options:
         return  # It may end an answer before `min_tokens`.
     early = length <= min(options.get("min_tokens", 0), longest)
@@ -66,7 +66,7 @@ def check_limits(request: FuzzRequest, outcome: Outcome, engine: Engine) -> None
 
 
 def difference(found: Outcome, expected: Outcome, exact: bool = False) -> str | None:
-    """What differs, for people; None: nothing. An aborted answer is the beginning of the other."""
+    """A readable difference, or None. An aborted answer must be a prefix of the other one."""
     aborted = found.reason == "abort"
     count = len(found.tokens) if aborted else len(expected.tokens)
     characters = len(found.text) if aborted else len(expected.text)
@@ -86,7 +86,7 @@ def difference(found: Outcome, expected: Outcome, exact: bool = False) -> str | 
 
 
 def logprobs_agree(found: TokenLogprob, expected: TokenLogprob, error: float) -> bool:
-    """Tokens that are nearly as likely as each other may change places."""
+    """Whether log-probabilities agree; tokens with nearly equal ones may be swapped."""
     slack = 1 if error else 0
     return (
         found.token == expected.token

@@ -1,4 +1,4 @@
-"""Runs a fuzz case: every answer must be that of plain decoding, and nothing may leak."""
+"""Runs a fuzz case: answers must equal plain decoding, and nothing may leak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,18 +19,18 @@ from tests.support.fuzzing.case import FuzzCase, FuzzRequest
 from tests.support.fuzzing.outcome import Outcome, check_limits, difference, read_outcome
 from tests.support.fuzzing.targets import fuzz_pair
 
-MAX_STEPS = 5000  # a case takes at most a few hundred
-NEAR_TIE = 2e-4  # logits: more than float32 may differ in another order of sums
-NUDGES = 8  # attempts to tell a near tie from an error
+MAX_STEPS = 5000  # A case takes at most a few hundred steps.
+NEAR_TIE = 2e-4  # In logits; float32 sums in another order differ by less.
+NUDGES = 8  # Attempts to distinguish a near tie from an error.
 
 
 class WrongAnswer(AssertionError):
-    """A request did not get the answer of plain decoding."""
+    """An answer differs from plain decoding."""
 
 
 @dataclass
 class FuzzCounts:
-    """What the cases have exercised."""
+    """Counts of events that the cases covered."""
 
     cases: int = 0
     requests: int = 0
@@ -54,7 +54,7 @@ class FuzzCounts:
 
 
 class RandomPolicy:
-    """Another shape for every step, in the place of adaptive drafting, which measures times."""
+    """Chooses a random shape for every step, instead of adaptive drafting by measured times."""
 
     def __init__(self, candidates: Sequence[DraftShape], seed: int) -> None:
         self.candidates = candidates
@@ -123,15 +123,15 @@ def build_engine(case: FuzzCase) -> Engine:
 
 
 def poison_pages(engine: Engine) -> None:
-    """Fill the KV pages with NaN: a page that nobody wrote or cleared spoils the logits."""
+    """Fill the KV pages with NaN, so that reading a page before it is written fails."""
     kv_cache = engine.loop.stepper.kv_cache
-    end = kv_cache.num_pages * kv_cache.page_size  # The page of rows that are not stored stays.
+    end = kv_cache.num_pages * kv_cache.page_size  # Keep the last page.
     for cache in (*kv_cache.keys, *kv_cache.values):
         cache[:end] = torch.nan
 
 
 def reference_engine(case: FuzzCase, engine: Engine) -> Engine:
-    """One request after the other, without drafts, chunks, prefix cache or preemption."""
+    """An engine for single requests, without drafts, chunks, prefix cache or preemption."""
     options: dict[str, Any] = {"page_size": 64}
     if engine.exact:
         options = {"page_size": engine.config.page_size, "exact": True}
@@ -156,8 +156,8 @@ def answer_alone(reference: Engine, request: FuzzRequest) -> Outcome:
 def serve_case(engine: Engine, case: FuzzCase, expected: Sequence[Outcome]) -> list[Stream]:
     """Run the engine until every request has ended, and check it after every step."""
     streams: dict[int, Stream] = {}
-    answers: dict[str, list[int]] = {}  # of plain decoding, by the id of the request
-    chance = None if case.draft_seed is None else Random(case.draft_seed)
+    answers: dict[str, list[int]] = {}  # Answers of plain decoding by request id.
+    rng = None if case.draft_seed is None else Random(case.draft_seed)
     for step in range(MAX_STEPS):
         for index, request in enumerate(case.requests):
             if request.arrival == step:
@@ -167,10 +167,10 @@ def serve_case(engine: Engine, case: FuzzCase, expected: Sequence[Outcome]) -> l
                 streams[index].abort()
         engine.check_integrity()
         busy = engine.busy
-        assert engine.step() == busy, "requests wait, and nothing was done"
+        assert engine.step() == busy, "requests wait, but the step did nothing"
         engine.check_integrity()
-        if chance is not None:
-            plant_random(engine, answers, chance)
+        if rng is not None:
+            plant_random(engine, answers, rng)
         if not engine.busy and len(streams) == len(case.requests):
             break
     else:
@@ -180,7 +180,7 @@ def serve_case(engine: Engine, case: FuzzCase, expected: Sequence[Outcome]) -> l
 
 
 def add_request(engine: Engine, request: FuzzRequest) -> Stream:
-    """Ids of requests that have ended are used again."""
+    """Add a request; ids of requests that have ended are reused."""
     id = next(name for name in map(str, count()) if name not in engine.loop.states)
     stream = engine.add(list(request.prompt), id=id, **request.options)
     pieces = count()
@@ -194,10 +194,10 @@ def add_request(engine: Engine, request: FuzzRequest) -> Stream:
 
 
 def is_near_tie(reference: Engine, request: FuzzRequest, found: Outcome, expected: Outcome) -> bool:
-    """Whether tiny addends to the logits give the found token in plain decoding, too.
+    """Whether tiny changes of the logits give the same token in plain decoding.
 
-    Passes with and without drafts sum in another order, and about one token in a million lies
-    within the rounding errors. What follows that token cannot be compared.
+    Passes with and without drafts sum in another order, so about one token in a million is
+    within rounding errors. Tokens after it cannot be compared.
     """
     pairs = enumerate(zip(found.tokens, expected.tokens, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), None)
@@ -205,8 +205,8 @@ def is_near_tie(reference: Engine, request: FuzzRequest, found: Outcome, expecte
         return False
     given = request.options.get("logit_bias", {})
     for attempt in range(NUDGES):
-        chance = Random(attempt)
-        addends = {t: chance.uniform(-NEAR_TIE, NEAR_TIE) for t in range(reference.vocab_size)}
+        rng = Random(attempt)
+        addends = {t: rng.uniform(-NEAR_TIE, NEAR_TIE) for t in range(reference.vocab_size)}
         addends |= {found.tokens[position]: NEAR_TIE, expected.tokens[position]: -NEAR_TIE}
         bias = {t: max(-100.0, given.get(t, 0.0) + addend) for t, addend in addends.items()}
         nudged = replace(request, options=request.options | {"logit_bias": bias})

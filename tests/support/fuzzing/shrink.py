@@ -1,4 +1,4 @@
-"""Shrinks a failing case: drops requests and options as long as the case still fails."""
+"""Shrinks a failing case: removes requests and options while the case still fails."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.fuzzing.case import FuzzCase, FuzzRequest
 
-# Simpler values, most simple first; an option that is absent is left so.
+# Simpler values, the simplest first; absent options stay absent.
 SIMPLER: dict[str, tuple[Any, ...]] = {
     "method": ("none",),
     "k": (1, 2, 3),
@@ -20,7 +20,7 @@ SIMPLER: dict[str, tuple[Any, ...]] = {
 
 
 def shrink(case: FuzzCase, fails: Callable[[FuzzCase], bool], seconds: float = 60.0) -> FuzzCase:
-    """The smallest failing case that is found in this time."""
+    """The smallest failing case found within the time limit."""
     deadline = time.monotonic() + seconds
     smaller = True
     while smaller:
@@ -36,7 +36,7 @@ def shrink(case: FuzzCase, fails: Callable[[FuzzCase], bool], seconds: float = 6
 
 
 def simpler_cases(case: FuzzCase) -> Iterator[FuzzCase]:
-    """Cases with a little less, the largest savings first."""
+    """Cases with fewer requests or options, the largest reductions first."""
     count = len(case.requests)
     half = count // 2
     if half:

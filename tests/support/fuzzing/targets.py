@@ -1,4 +1,4 @@
-"""The pairs that the fuzz runs on: tiny, in memory, built once per process."""
+"""The pairs of the fuzzer: tiny, in memory, and built once per process."""
 
 from functools import cache
 from typing import Any
@@ -36,14 +36,14 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def spells(target: str) -> bool:
-    """Whether grammars can be used: the word-level tokenizer has no bytes."""
+def supports_grammars(target: str) -> bool:
+    """Whether grammars can be used, which a word-level tokenizer does not allow."""
     return target != "llama words"
 
 
 @cache
 def fuzz_pair(name: str) -> LoadedPair:
-    """The drafters of "llama" are trained, those of the others are random, of several kinds."""
+    """The pair of a target; drafters of "llama" are trained, the others are random."""
     if name == "llama":
         return small_with_letters()
     if name == "llama words":

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer, as most targets have one, and a tiny pair with it and a long context."""
+"""A byte-level tokenizer, like those of most targets, and a tiny pair with a long context."""
 
 from pathlib import Path
 

@@ -28,7 +28,7 @@ def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def make_chat_target(template: str = TEMPLATE) -> Target:
-    """A tiny target with a chat template that often chooses its stop token."""
+    """A tiny target with a chat template, which often generates its stop token."""
     target = make_target()
     target.model.lm_head.weight.data[1] *= 3
     target.tokenizer = make_tokenizer(template)

@@ -1,4 +1,4 @@
-"""Checkpoints as other tools lay them out."""
+"""Checkpoints in the layouts of other tools."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ VERIFIER = VerifierConfig("tiny", ["LlamaForCausalLM"])
 
 
 def aws_layout(drafter: Drafter, folder: Path) -> None:
-    """As released: identity d2t and t2d, llama3 RoPE, only ptd_token_id, no aux layer ids."""
+    """The layout of AWS: identity d2t and t2d, llama3 RoPE, ptd_token_id, no aux layer ids."""
     export(drafter, folder, "vllm", 7, VERIFIER)
     config = json.loads((folder / "config.json").read_text())
     for key in (

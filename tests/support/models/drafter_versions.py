@@ -41,7 +41,7 @@ class Versions:
 
 
 def other_version(drafter: Drafter, target: Target, seed: int = 0, noise: float = 0.3) -> Drafter:
-    """Every weight changes by this fraction of its tensor's size; so does the calibration."""
+    """A drafter with noise on every weight, relative to its tensor, and on the calibration."""
     other = private_copy(drafter, target)
     generator = torch.Generator().manual_seed(seed)
     for parameter in other.parameters():
@@ -54,7 +54,7 @@ def other_version(drafter: Drafter, target: Target, seed: int = 0, noise: float 
 
 
 def versions(kind: str) -> Versions:
-    """Trained ones; with all parts: a dependency, a confidence output and a pruned vocabulary."""
+    """Trained versions; "all parts" adds a dependency, a confidence and a draft vocabulary."""
     if kind.startswith("all parts"):
         run = trained("p-eagle", 48, "all")
         target, method, first = run.target, run.drafter.config.method, run.drafter
@@ -77,7 +77,7 @@ def untrained_versions(method: Method, dtype: torch.dtype, device: str = "cpu") 
 
 
 def proposals(engine: Engine, prompt: list[int], tokens: int = 20) -> list[list[int]]:
-    """The drafts of every step of an answer: the chain, and the nodes of a tree."""
+    """The drafts of every step of an answer: the chain and the tree nodes."""
     stream = engine.add(prompt, max_tokens=tokens, ignore_eos=True)
     trees = engine.loop.stepper.slots.trees
     drafts = []

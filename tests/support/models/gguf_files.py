@@ -19,7 +19,7 @@ LAYERS = 4
 HEADS = 4
 KV_HEADS = 2
 CONTEXT = 256
-# Where blocks have float16 numbers: the scale, and the minimum if there is one.
+# Offsets of float16 numbers in blocks: the scale, and the minimum if there is one.
 HALVES = {
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
@@ -29,7 +29,7 @@ HALVES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
 }
-# The second number of a block, relative to its scale, with which weights are about zero on average.
+# The second number of a block, relative to its scale, for which weights have a mean of about 0.
 CENTERS = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 SCALES = {"Q8_0": 4e-4, "Q5_K": 4e-4, "Q4_K": 4e-4, "Q2_K": 4e-3, "Q3_K": 4e-4, "Q6_K": 4e-5}
 
@@ -50,7 +50,7 @@ def random_blocks(format: str, rows: int, inputs: int, seed: int = 0) -> np.ndar
 
 
 class TinyGGUF:
-    """Writes a file of an architecture; `formats`: by the last part of a tensor's name."""
+    """Writes a file of an architecture; `formats`: formats by the last part of a tensor name."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ def plain_data(values: np.ndarray, format: str) -> np.ndarray:
 
 
 def transformers_model(file: Path, **config_changes: Any) -> PreTrainedModel:
-    """The dequantized model in float32, read by transformers' own reader."""
+    """The dequantized model in float32, read by transformers."""
     with location(file) as source:
         config = AutoConfig.from_pretrained(**source)
     for name, value in config_changes.items():

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts with drafters, and what transformers generates with them."""
+"""Tiny mixtures of experts with drafters, and their answers in transformers."""
 
 from collections import defaultdict
 from typing import Any
@@ -10,7 +10,7 @@ from peagle.core import DRAFTER_METHODS, Method
 from peagle.drafter import Drafter
 from peagle.loaded import LoadedPair
 from peagle.target import Target
-from tests.support.engine.engines import Asked, pair_of
+from tests.support.engine.engines import EngineRequest, pair_of
 from tests.support.models.tiny_models import make_drafter, make_target
 
 AUX = (0, 1, 2)
@@ -33,7 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_mixture(name: str, seed: int = 0, **changes: Any) -> Target:
-    """Three layers with large weights, for varied answers; biases and sinks are not zero."""
+    """A target of three layers with large weights for varied answers, and nonzero biases."""
     target = make_target(name, seed, **MIXTURES[name] | changes)
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in target.model.named_parameters():
@@ -45,7 +45,7 @@ def make_mixture(name: str, seed: int = 0, **changes: Any) -> Target:
 
 
 def round_weights(target: Target) -> None:
-    """To numbers of bfloat16: the C kernels of a CPU pack no others."""
+    """Round all weights to bfloat16, because the C kernels pack only such weights."""
     for parameter in target.model.parameters():
         parameter.data = parameter.data.bfloat16().float()
 
@@ -64,17 +64,17 @@ def mixture_pair(target: Target) -> LoadedPair:
     return pair_of(target, drafters)
 
 
-def generate_all(target: Target, asked: list[Asked], count: int) -> list[list[int]]:
+def generate_all(target: Target, requests: list[EngineRequest], count: int) -> list[list[int]]:
     """Greedy answers of transformers; prompts of equal length share a batch."""
     by_length: dict[int, list[int]] = defaultdict(list)
-    for i, (ids, _) in enumerate(asked):
+    for i, (ids, _) in enumerate(requests):
         by_length[len(ids)].append(i)
     answers: dict[int, list[int]] = {}
     for indices in by_length.values():
-        prompts = torch.tensor([asked[i][0] for i in indices], device=target.device)
+        prompts = torch.tensor([requests[i][0] for i in indices], device=target.device)
         rows = generate(target, prompts, count)
         answers |= dict(zip(indices, rows.tolist(), strict=True))
-    return [answers[i] for i in range(len(asked))]
+    return [answers[i] for i in range(len(requests))]
 
 
 @torch.inference_mode()

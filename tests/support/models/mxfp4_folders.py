@@ -16,7 +16,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 def save_mxfp4(folder: Path, files: int = 1, seed: int = 0, **sizes: Any) -> Any:
-    """Write a checkpoint; return transformers' model with the same experts, dequantized by it."""
+    """Write a checkpoint; return the model of transformers with the dequantized experts."""
     model: Any = make_target("gpt-oss", seed, **{"intermediate_size": 64} | sizes).model
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def random_projection(
 
 
 def write_files(folder: Path, tensors: dict[str, Tensor], files: int) -> None:
-    """Tensors are dealt out in turn: those of a layer are in several files."""
+    """Write tensors to the files in turn, so that each layer is in several files."""
     folder.mkdir(parents=True, exist_ok=True)
     if files == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -90,7 +90,7 @@ def rope_drafter(target: Target, method: Method = "p-eagle") -> Drafter:
 
 
 def save_rope_target(name: str, folder: Path) -> Path:
-    """Save the target with a tokenizer: token 17 is the word w17."""
+    """Save the target with a word tokenizer, in which token 17 is w17."""
     rope_model(name).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     return folder

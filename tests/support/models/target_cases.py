@@ -1,4 +1,4 @@
-"""Pairs of an architecture and a method, of which some are left to `make test-slow`."""
+"""Pairs of an architecture and a method; `make test-slow` runs some of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from tests.support.models.tiny_models import CONFIGS, ENGINE_PATHS
 
 
 def targets_and_methods(everywhere: Sequence[str], methods: Sequence[str]) -> list[Any]:
-    """Parameters ("any_target", "method"): pairs that share their code with another are slow."""
+    """Parameters ("any_target", "method"); pairs with the code path of another one are slow."""
     return [
         pytest.param(
             name,

@@ -55,7 +55,7 @@ CONFIGS = {
 # The engine has a code path for each of these: fused layers, fused experts, transformers' layers.
 ENGINE_PATHS = ("llama", "qwen3-moe", "gemma2")
 OTHER_MIXTURES = {"mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4)}
-LEARNED_POSITIONS = {  # a table with one entry per position of the context, and no more
+LEARNED_POSITIONS = {  # Their position table ends with the context.
     "gpt2": lambda: GPT2Config(**SIZES | {"max_position_embeddings": 64}),
     "opt": lambda: OPTConfig(
         **SIZES | {"max_position_embeddings": 64}, ffn_dim=48, word_embed_proj_dim=32

@@ -12,13 +12,13 @@ from peagle.loaded import LoadedPair, load_with_drafters
 
 
 def load_folder(root: Path) -> LoadedPair:
-    """The pair that `tiny_folder` has written."""
+    """Load the pair that `tiny_folder` saves."""
     drafter = str(root / "p-eagle")
     return load_with_drafters(str(root / "target"), None, drafter, "cpu", "float32")
 
 
 def changed_drafter(pair: LoadedPair, root: Path, seed: int) -> Drafter:
-    """The drafter with other weights, as if it had been trained."""
+    """Save the drafter with other weights, as if it had been trained."""
     drafter = checkpoint.load(root / "p-eagle", pair.target, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
