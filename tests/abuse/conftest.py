@@ -16,6 +16,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[LiveServer]:
-    """One fresh `peagle serve` for each test: abuse of one test must not meet the next."""
+    """A new `peagle serve` process for each test, so that tests do not affect each other."""
     with live_server(folder, "--max-batch", "8", "--kv-tokens", "4096") as running:
         yield running

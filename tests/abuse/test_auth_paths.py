@@ -119,33 +119,33 @@ def request(
     return exchange(server.port, head.encode("latin-1"))
 
 
-def test_the_key_opens_the_route(guarded: LiveServer) -> None:
+def test_the_key_gives_access(guarded: LiveServer) -> None:
     headers = "host: 127.0.0.1\r\nauthorization: Bearer secret"
     reply = request(guarded, "/v1/models", headers)
     assert reply.statuses == [200] and reply.lists_models
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_paths(guarded: LiveServer, path: str) -> None:
+def test_no_path_lists_models_without_the_key(guarded: LiveServer, path: str) -> None:
     reply = request(guarded, path)
     assert reply.statuses[0] in (400, 401, 404) and not reply.lists_models
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_files_outside_the_page(guarded: LiveServer, path: str) -> None:
+def test_files_outside_the_page_are_not_served(guarded: LiveServer, path: str) -> None:
     reply = request(guarded, path)
     assert reply.statuses[0] in (400, 401, 404)
     assert b"import " not in reply.data and b"root:" not in reply.data
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_headers(guarded: LiveServer, header: str) -> None:
+def test_no_header_replaces_the_key(guarded: LiveServer, header: str) -> None:
     reply = request(guarded, "/v1/models", f"host: 127.0.0.1\r\n{header}")
     assert reply.statuses[0] == 401 and not reply.lists_models
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_methods(guarded: LiveServer, method: str) -> None:
+def test_no_method_lists_models_without_the_key(guarded: LiveServer, method: str) -> None:
     reply = request(guarded, "/v1/models", method=method)
     assert reply.statuses[0] in (400, 401) and not reply.lists_models
 
@@ -154,13 +154,13 @@ def test_methods(guarded: LiveServer, method: str) -> None:
     "path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations", "/tokenize"]
 )
 def test_a_body_is_not_read_without_the_key(guarded: LiveServer, path: str) -> None:
-    """The answer comes before the body: nobody can fill the memory without a key."""
+    """The server answers before it reads the body, so a client without a key cannot fill memory."""
     reply = request(guarded, path, "host: 127.0.0.1\r\ncontent-length: 20000000", "POST")
     assert reply.statuses == [401]
 
 
 @pytest.mark.parametrize("headers", FOREIGN)
-def test_foreign_pages(keyless: LiveServer, headers: str) -> None:
+def test_requests_of_other_origins_are_refused(keyless: LiveServer, headers: str) -> None:
     assert request(keyless, "/v1/models").lists_models
     reply = request(keyless, "/v1/models", headers)
     assert reply.statuses[0] == 403 and not reply.lists_models

@@ -32,7 +32,7 @@ def test_the_engine_process_is_replaced(
         pid = worker_of(server)["pid"]
         ask(server)
         fault.touch()
-        ask(server)  # It meets the fault before its first token: the next process answers.
+        ask(server)  # The fault occurs before the first token: the next process answers.
         end = time.monotonic() + 90
         while worker_of(server)["state"] != "ready" or worker_of(server)["pid"] == pid:
             assert time.monotonic() < end, server.log

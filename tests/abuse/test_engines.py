@@ -1,4 +1,4 @@
-"""Requests that make a server build engines, or score prompts: memory stays flat, others go on."""
+"""Requests that build engines or score prompts do not leak memory or block other requests."""
 
 import asyncio
 import threading
@@ -29,7 +29,7 @@ MAX_GROWTH_MB = 60.0  # Without the fix it was 1,280 MB.
 
 
 def ask_with_k(server: LiveServer, k: int, **more: Any) -> None:
-    """Ask for this K; 503 means that the engines beside the server's own are in use."""
+    """Ask for this K; retry on 503, which means that all extra engines are in use."""
     body = {"messages": HELLO, "max_tokens": 4, "peagle": {"k": k}} | more
     for _ in range(100):
         reply = httpx.post(server.url + CHAT, json=body, timeout=60)
@@ -40,26 +40,26 @@ def ask_with_k(server: LiveServer, k: int, **more: Any) -> None:
     raise AssertionError(reply.text)
 
 
-def test_memory_is_flat_after_many_k(folder: Path) -> None:
+def test_requests_with_many_k_do_not_leak_memory(folder: Path) -> None:
     options = ("--max-batch", "64", "--kv-tokens", "65536")
     with live_server(folder, *options) as server:
-        for k in range(1, 13):  # The pools of the allocator fill up first.
+        for k in range(1, 13):  # Fill the pools of the allocator first.
             ask_with_k(server, k)
         before = server.rss_mb()
         for i in range(REQUESTS):
             ask_with_k(server, 1 + i % 30, stream=bool(i % 2))
         growth = server.rss_mb() - before
         status = httpx.get(f"{server.url}/v1/peagle/status").json()
-        assert len(status["engines"]) == 5  # The server's own and four others.
+        assert len(status["engines"]) == 5  # The main engine and four extra ones.
         assert growth < MAX_GROWTH_MB, f"{growth:.0f} MB after {REQUESTS} requests"
 
 
-def test_streams_and_health_go_on_while_engines_are_built(tmp_path: Path) -> None:
+def test_streams_and_health_are_served_while_engines_are_built(tmp_path: Path) -> None:
     """An answer that is being streamed does not pause while engines are built for others."""
     folder = tiny_folder(tmp_path, **LARGER)
     body = {"prompt": "w6", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     stop = threading.Event()
-    chunks: list[float] = []  # When they arrived.
+    chunks: list[float] = []  # arrival times
 
     def stream(url: str) -> None:
         while not stop.is_set():
@@ -85,7 +85,7 @@ def test_streams_and_health_go_on_while_engines_are_built(tmp_path: Path) -> Non
             stop.set()
             reader.join()
     pauses = [longest_pause(chunks, start, end) for start, end in builds]
-    # Engines that are built between the steps make pauses of 80 % of the time.
+    # If engines were built between steps, pauses would take 80 % of the time.
     assert sum(pauses) < 0.5 * sum(end - start for start, end in builds), (pauses, builds)
 
 
@@ -95,7 +95,7 @@ def longest_pause(chunks: list[float], start: float, end: float) -> float:
     return max(after - before for before, after in pairwise(times))
 
 
-def test_scoring_flood_is_refused(folder: Path) -> None:
+def test_a_flood_of_scoring_requests_is_refused(folder: Path) -> None:
     async def flood(url: str) -> list[httpx.Response]:
         body = {"prompt": [7] * 200, "max_tokens": 0, "echo": True, "logprobs": 5}
         limits = httpx.Limits(max_connections=300)

@@ -1,4 +1,4 @@
-"""Large bodies, long prompts and clients that do not behave leave the server usable for others."""
+"""Large bodies, long prompts and misbehaving clients leave the server usable for other clients."""
 
 import json
 import resource
@@ -99,7 +99,7 @@ def post(server: LiveServer, path: str, body: bytes) -> httpx.Response:
 
 
 @pytest.mark.parametrize("name", WRONG_BODIES)
-def test_large_wrong_bodies(byte_level: LiveServer, name: str) -> None:
+def test_large_invalid_bodies_are_refused_quickly(byte_level: LiveServer, name: str) -> None:
     path, body = WRONG_BODIES[name]
     before = byte_level.rss_mb()
     replies: list[httpx.Response] = []
@@ -185,7 +185,7 @@ def wait_for_descriptors(server: LiveServer, count: int, seconds: float) -> None
         time.sleep(0.1)
 
 
-def test_half_sent_requests_end(folder: Path) -> None:
+def test_incomplete_requests_time_out(folder: Path) -> None:
     partial = (
         b"",
         b"G",
@@ -217,8 +217,8 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_clients_that_never_read_end(byte_level_pair: Path, name: str) -> None:
-    """Their answers are longer than what the kernel keeps for a client: 4 MB and more."""
+def test_clients_that_never_read_are_disconnected(byte_level_pair: Path, name: str) -> None:
+    """The answers exceed the socket buffers of the kernel (4 MB and more)."""
     path, request = UNREAD[name]
     body = json.dumps(request | {"ignore_eos": True}).encode()
     head = b"POST %s HTTP/1.1\r\nhost: 127.0.0.1\r\n" % path.encode()
@@ -238,8 +238,10 @@ def test_clients_that_never_read_end(byte_level_pair: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("descriptors", [None, 600])
-def test_a_thousand_idle_connections(folder: Path, descriptors: int | None) -> None:
-    """Also where the process may not have so many descriptors."""
+def test_a_thousand_idle_connections_do_not_block_others(
+    folder: Path, descriptors: int | None
+) -> None:
+    """The server also works if its limit of file descriptors is lower."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     with live_server(folder, descriptors=descriptors) as server:

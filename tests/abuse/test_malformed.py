@@ -25,7 +25,7 @@ BODIES = (
 )
 
 
-def test_malformed_bodies(server: LiveServer) -> None:
+def test_malformed_bodies_get_a_4xx_answer(server: LiveServer) -> None:
     for path in (CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
         for body in BODIES:
             headers = {"content-type": "application/json"}

@@ -87,7 +87,7 @@ AMBIGUOUS = {
     "CONNECT": b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 }
-# The bytes after these are a body, or belong to no protocol that the server speaks.
+# The bytes after these requests are a body, or belong to a protocol that is not supported.
 ONE_REQUEST = {
     "GET with a body": HEALTH + b"content-length: %d\r\n\r\n" % len(SECOND),
     "HTTP/1.0 with chunks": with_encoding(b"chunked").replace(b"HTTP/1.1", b"HTTP/1.0"),
@@ -105,25 +105,25 @@ def guarded(folder: Path) -> Iterator[LiveServer]:
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_two_requests_on_one_connection(guarded: LiveServer, name: str) -> None:
+def test_two_valid_requests_on_one_connection_are_answered(guarded: LiveServer, name: str) -> None:
     reply = exchange(guarded.port, VALID[name] + SECOND)
     assert reply.statuses == [200, 200] and reply.lists_models and not reply.closed
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_ambiguous_requests(guarded: LiveServer, name: str) -> None:
+def test_ambiguous_requests_are_refused(guarded: LiveServer, name: str) -> None:
     reply = exchange(guarded.port, AMBIGUOUS[name] + SECOND)
     assert reply.statuses == [400] and reply.closed and not reply.lists_models
     assert guarded.health_seconds() < 20
 
 
 @pytest.mark.parametrize("name", ONE_REQUEST)
-def test_nothing_follows(guarded: LiveServer, name: str) -> None:
+def test_bytes_after_the_request_are_not_a_second_request(guarded: LiveServer, name: str) -> None:
     reply = exchange(guarded.port, ONE_REQUEST[name] + SECOND)
     assert reply.statuses == [200] and not reply.lists_models
 
 
-def test_a_smuggled_request_has_no_key(guarded: LiveServer) -> None:
-    """The key of the first request on a connection does not count for the next one."""
+def test_every_request_on_a_connection_needs_the_key(guarded: LiveServer) -> None:
+    """The key of the first request on a connection does not authorize the next one."""
     reply = exchange(guarded.port, with_length(LENGTH) + SECOND.replace(KEY, b""))
     assert reply.statuses == [200, 401] and not reply.lists_models

@@ -1,4 +1,4 @@
-"""The kernels of each ARM variant, in place of this machine's."""
+"""Fixtures that run the C kernels of each ARM variant under qemu."""
 
 from collections.abc import Callable
 from functools import cache

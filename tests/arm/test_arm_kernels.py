@@ -1,6 +1,6 @@
-"""Every test of the C kernels, on ARM under qemu (`make test-arm`).
+"""The tests of the C kernels, on ARM under qemu (`make test-arm`).
 
-To run more of them here, import them: the fixture `cpu_level` decides where kernels run.
+To add tests, import them here: the fixture `cpu_level` makes them run on ARM.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ FEATURES = {
 }
 
 
-def test_what_was_built(cpu_level: str) -> None:
+def test_the_library_reports_its_instruction_set(cpu_level: str) -> None:
     loaded = library()
     assert loaded is not None
     assert (loaded.instruction_set, loaded.vector_bits) == ("neon", 128)

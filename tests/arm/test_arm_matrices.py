@@ -13,11 +13,14 @@ from tests.support.models.gguf_files import random_blocks
 
 pytestmark = [pytest.mark.arm, pytest.mark.usefixtures("cpu_level")]
 N, K = 50, 512
-PARTIAL_K = 504  # no multiple of a block of 32
-ROWS = (9, 40)  # tiles that widen blocks in registers, and chunks that are widened once for many
+PARTIAL_K = 504  # not a multiple of the block size 32
+ROWS = (
+    9,
+    40,
+)  # Few rows: blocks are widened in registers. Many rows: chunks are widened once for all of them.
 BLOCKS = (*BLOCK_FORMATS, "MXFP4")
 MIXED = ("Q4_K", "Q6_K", "Q8_0")
-EXACT, ROUNDED = 1e-4, 0.02  # of the largest output
+EXACT, ROUNDED = 1e-4, 0.02  # tolerances, relative to the largest output
 
 
 def weight_of(format: str, k: int = K) -> tuple[Packable, torch.Tensor]:
@@ -61,7 +64,7 @@ def test_products(format: str, int8_rows: bool, dtype: torch.dtype, rows: int) -
 @pytest.mark.parametrize(
     ("format", "int8_rows"), [("BF16", False), ("INT8", False), ("INT8", True)]
 )
-def test_inputs_beside_whole_blocks(
+def test_inputs_that_do_not_fill_a_block(
     format: str, int8_rows: bool, dtype: torch.dtype, rows: int
 ) -> None:
     weight, dense = weight_of(format, PARTIAL_K)
@@ -71,7 +74,7 @@ def test_inputs_beside_whole_blocks(
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("int8_rows", [False, True])
-def test_mixed_parts(int8_rows: bool, dtype: torch.dtype, rows: int) -> None:
+def test_parts_of_different_formats(int8_rows: bool, dtype: torch.dtype, rows: int) -> None:
     names = MIXED if int8_rows else (*MIXED, "BF16")
     parts, dense = zip(*map(weight_of, names), strict=True)
     matrix = PackedMatrix(parts, some(N * len(names)), int8_rows)
