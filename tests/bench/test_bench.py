@@ -1,4 +1,4 @@
-"""Benchmark sets: where they are found, which records are tasks, and how others are reported."""
+"""Benchmark sets: their lookup, their tasks, and reports of invalid records."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ def test_turns_prompt_and_messages(tmp_path: Path) -> None:
     ]
 
 
-def test_names_are_found_plain_or_gzipped(tmp_path: Path) -> None:
+def test_sets_are_found_by_name_plain_or_gzipped(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k.jsonl", {"turns": ["a"]})
     with gzip.open(tmp_path / "mbpp.jsonl.gz", "wt") as file:
         file.write('{"turns": ["b"]}\n')
@@ -53,7 +53,9 @@ def test_names_are_found_plain_or_gzipped(tmp_path: Path) -> None:
     }
 
 
-def test_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_folder_follows_environment_and_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PEAGLE_DATA", raising=False)
     assert data_folder() == tmp_path / "home" / "data"
@@ -72,13 +74,13 @@ def test_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("mine.jsonl", "no file mine.jsonl"),
     ],
 )
-def test_what_cannot_be_found(tmp_path: Path, word: str, message: str) -> None:
+def test_a_missing_set_is_an_error(tmp_path: Path, word: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         find_set(word, tmp_path)
     assert message.format(data=tmp_path) in str(error.value)
 
 
-def test_a_set_given_twice(tmp_path: Path) -> None:
+def test_a_set_given_twice_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "gsm8k.jsonl", {"turns": ["a"]})
     with pytest.raises(UserError, match="given twice"):
         read_sets(["gsm8k", str(path)], tmp_path)
@@ -110,7 +112,7 @@ def test_broken_lines_are_reported_and_skipped(tmp_path: Path) -> None:
     ]
 
 
-def test_files_without_a_task(tmp_path: Path) -> None:
+def test_files_without_a_task_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no record"):
         read_tasks(write(tmp_path / "empty.jsonl"))
     with pytest.raises(UserError, match="holds no task"):

@@ -70,7 +70,7 @@ def some_run(scale: float = 1.0) -> CellRun:
     )
 
 
-def test_a_run() -> None:
+def test_metrics_of_a_run() -> None:
     metrics = some_run().metrics()
     assert (metrics.requests, metrics.failed, metrics.first_error) == (3, 1, "broke")
     assert metrics.total_output_tokens == 6
@@ -78,16 +78,16 @@ def test_a_run() -> None:
     assert metrics.request_throughput == 1
     assert metrics.per_user_throughput == pytest.approx((5 / 1.1 + 1 / 0.1) / 2)
     assert metrics.mean_ttft_ms == pytest.approx(300)
-    assert metrics.mean_tpot_ms == pytest.approx(600 / 4)  # an answer of one token has none
+    assert metrics.mean_tpot_ms == pytest.approx(600 / 4)  # An answer of one token has no TPOT.
     assert metrics.median_itl_ms == pytest.approx(300)
     assert metrics.p99_itl_ms == pytest.approx(398)
-    assert metrics.spec_decode_acceptance_rate == 40  # percent, as vLLM has it
+    assert metrics.spec_decode_acceptance_rate == 40  # in percent, as in vLLM
     assert metrics.spec_decode_acceptance_length == 3
     assert metrics.spec_decode_per_position_acceptance_rates == (1, 0.5, 0.25, 0.25, 0)
     assert metrics.joules_per_token == 2
 
 
-def test_nothing_answered() -> None:
+def test_metrics_of_a_run_without_answers() -> None:
     metrics = CellRun([RequestRecord("a", 0, 1.0, error="down")], 0.0).metrics()
     assert metrics.output_throughput == 0
     assert (
@@ -111,7 +111,7 @@ def test_a_cell_is_the_median_of_its_runs() -> None:
     assert isinstance(cell["total_output_tokens"], int)
 
 
-def test_medians_place_by_place() -> None:
+def test_medians_of_lists_are_elementwise() -> None:
     assert median_value([None, None]) is None
     assert median_value([(1.0, 2.0), (3.0,)]) == (2.0, 2.0)
     assert median_value([{3: 4}, {3: 6, 11: 2}]) == {3: 5, 11: 1}
@@ -134,7 +134,7 @@ def test_every_cell_once_and_methods_side_by_side() -> None:
     assert len({tuple(run.key.method for run in group) for group in groups}) > 1  # shuffled
 
 
-def test_trees_are_cells_of_their_own() -> None:
+def test_trees_have_their_own_cells() -> None:
     keys = cell_keys(["a"], ["none", "eagle3", "p-eagle"], [3, "auto"], [1], [0, 32])
     assert [(key.method, key.k, key.tree) for key in keys] == [
         ("none", 0, 0),
@@ -156,7 +156,7 @@ def test_trees_are_cells_of_their_own() -> None:
 
 def test_settings_of_trees() -> None:
     chains = BenchSettings(("a",), ("p-eagle",), (3,), (1,))
-    assert "tree" not in chains.to_json()  # a run begun before there were trees goes on
+    assert "tree" not in chains.to_json()  # Runs that are older than tree drafting can be resumed.
     assert BenchSettings(("a",), ("p-eagle",), (3,), (1,), tree=(0, 16)).to_json()["tree"] == [
         0,
         16,
@@ -172,7 +172,7 @@ def test_settings_of_trees() -> None:
         ({"tree": (0, 63)}, "at most 62 nodes"),
     ],
 )
-def test_trees_that_are_refused(change: dict, message: str) -> None:
+def test_invalid_trees_are_refused(change: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         BenchSettings(
             **{"sets": ("a",), "methods": (), "k": (3, "auto"), "concurrency": (1,), "tree": (16,)}
@@ -180,7 +180,7 @@ def test_trees_that_are_refused(change: dict, message: str) -> None:
         )
 
 
-def test_lists() -> None:
+def test_comma_separated_lists_are_parsed() -> None:
     assert parse_trees("0, 32,32") == (0, 32)
     assert parse_ks("3, 5,auto,3") == (3, 5, "auto")
     assert parse_counts("8,1,8") == (8, 1)
@@ -198,7 +198,7 @@ def test_lists() -> None:
 @pytest.mark.parametrize(
     "bad", [{"max_tokens": 0}, {"repeats": 0}, {"temperature": -1}, {"concurrency": (5000,)}]
 )
-def test_settings_that_are_refused(bad: dict) -> None:
+def test_invalid_settings_are_refused(bad: dict) -> None:
     with pytest.raises(UserError, match="must be"):
         BenchSettings(
             **{"sets": ("a",), "methods": ("none",), "k": (3,), "concurrency": (1,)} | bad

@@ -1,4 +1,4 @@
-"""The load from several processes: dealt evenly, merged exactly, and ended together."""
+"""Load from several client processes: users are split evenly, and records are merged exactly."""
 
 import os
 import random
@@ -26,7 +26,7 @@ def runner(server: Server, clients: int = 2, warmup: int = 2) -> EndpointRunner:
     return EndpointRunner(server.url, None, "secret", 0.0, warmup, clients=clients)
 
 
-def test_users_are_dealt_evenly() -> None:
+def test_users_are_split_evenly() -> None:
     assert deal_users(7, 3) == [3, 2, 2]
     assert deal_users(2, 3) == [1, 1]
     assert deal_users(64, 4) == [16] * 4
@@ -109,7 +109,7 @@ def test_one_run_of_two_processes() -> None:
     assert server.requests[0]["authorization"] == "Bearer secret"
 
 
-def test_more_clients_than_users_and_answers_without_usage() -> None:
+def test_more_clients_than_users() -> None:
     with serving(failure="no usage") as server:
         load = runner(server, clients=2, warmup=0)
         try:
@@ -121,7 +121,7 @@ def test_more_clients_than_users_and_answers_without_usage() -> None:
     assert server.max_concurrent == 1
 
 
-def test_a_client_that_dies_is_named() -> None:
+def test_a_client_that_dies_is_reported() -> None:
     with serving(wait=0.2) as server:
         load = runner(server, warmup=0)
 

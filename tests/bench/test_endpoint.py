@@ -1,4 +1,4 @@
-"""The same load on a server: what is sent, what is counted, and every way a server can fail."""
+"""The load on an HTTP server: requests, metrics, and failures of the server."""
 
 import asyncio
 from typing import Any
@@ -21,8 +21,8 @@ def endpoint(url: str, warmup: int = 0, read: float = 60.0) -> EndpointRunner:
     return EndpointRunner(url, None, "secret", temperature=0.0, warmup=warmup, read_timeout=read)
 
 
-def test_what_is_sent_and_counted() -> None:
-    first = (4, 5, 6)  # requests behind those of the warm-up
+def test_requests_and_metrics_of_a_run() -> None:
+    first = (4, 5, 6)  # the first requests after the warm-up
     with serving(wait=0.02, together=first) as server:
         seen: list[int] = []
         run = endpoint(server.url, warmup=2).run(KEY, some_jobs(5, turns=2), lambda: seen.append(1))
@@ -36,7 +36,7 @@ def test_what_is_sent_and_counted() -> None:
     assert metrics.spec_decode_acceptance_length == 2
     assert metrics.spec_decode_acceptance_rate == 50
     assert metrics.spec_decode_per_position_acceptance_rates == pytest.approx([2 / 3, 1 / 3])
-    assert metrics.spec_decode_num_drafts == 30  # the warm-up's do not count
+    assert metrics.spec_decode_num_drafts == 30  # without the warm-up
     first, second = (
         server.requests[3],
         next(body for body in server.requests if len(body["messages"]) == 3),
@@ -46,14 +46,14 @@ def test_what_is_sent_and_counted() -> None:
     assert first["stream_options"] == {"include_usage": True}
     assert first["max_tokens"] == 12
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
-    assert second["messages"][1]["content"] == "w0 w1 w2 w3 w4 w5 "  # its own answer
+    assert second["messages"][1]["content"] == "w0 w1 w2 w3 w4 w5 "  # the answer to the first turn
 
 
 def test_without_metrics_or_usage() -> None:
     with serving(metrics=False, failure="no usage") as server:
         metrics = endpoint(server.url).run(KEY, some_jobs(2), lambda: None).metrics()
     assert metrics.spec_decode_acceptance_length is None
-    assert metrics.total_output_tokens == 6  # pieces, where tokens are not told
+    assert metrics.total_output_tokens == 6  # Chunks are counted if the server reports no usage.
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_without_metrics_or_usage() -> None:
     [("500", "HTTP 500"), ("dies", ""), ("error", "lost the thread")],
     ids=lambda x: x or "any",
 )
-def test_all_fail(failure: str, message: str) -> None:
+def test_every_request_fails(failure: str, message: str) -> None:
     with serving(failure=failure) as server:
         metrics = endpoint(server.url).run(KEY, some_jobs(4, turns=2), lambda: None).metrics()
     assert metrics.failed == metrics.requests == 4  # no second turn without a first
@@ -69,21 +69,21 @@ def test_all_fail(failure: str, message: str) -> None:
     assert metrics.output_throughput == 0
 
 
-def test_some_fail_and_the_rest_goes_on() -> None:
+def test_some_requests_fail() -> None:
     with serving(failure="some 500") as server:
         metrics = endpoint(server.url).run(KEY, some_jobs(6), lambda: None).metrics()
     assert (metrics.requests, metrics.failed) == (6, 3)
     assert metrics.total_output_tokens == 18
 
 
-def test_a_slow_server_times_out() -> None:
+def test_requests_to_a_slow_server_time_out() -> None:
     with serving(wait=1.0) as server:
         metrics = endpoint(server.url, read=0.1).run(KEY, some_jobs(2), lambda: None).metrics()
     assert metrics.failed == 2
     assert "Timeout" in (metrics.first_error or "")
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_an_unreachable_server() -> None:
     with serving() as server:
         url = server.url
         there = endpoint(url)
@@ -102,7 +102,7 @@ def test_only_newlines_end_an_event() -> None:
     assert asyncio.run(read()) == [{"a": "b\u2028c"}]
 
 
-def test_urls() -> None:
+def test_urls_of_an_endpoint() -> None:
     whole = ("http://h:8/v1/chat/completions", "http://h:8/v1/models", "http://h:8/metrics")
     for url in (
         "http://h:8",
@@ -118,7 +118,7 @@ def test_urls() -> None:
             endpoint_urls(bad)
 
 
-def test_metrics_of_several_engines() -> None:
+def test_metrics_of_several_engines_are_summed() -> None:
     text = """
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0"} 3.0

@@ -1,4 +1,4 @@
-"""A result names the weights that ran: as stored in a GGUF file, or widened."""
+"""A result identifies the weights that ran: stored in a GGUF file, or dequantized."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_the_digest_covers_header_and_data(tmp_path: Path) -> None:
     digests = set()
     for name, format in (("a", "Q4_1"), ("b", "Q8_0"), ("c", "Q4_1")):
         file = TinyGGUF(tmp_path / f"{name}.gguf", "llama", format).write()
-        if name == "c":  # another value of a weight
+        if name == "c":  # changes a weight
             content = bytearray(file.read_bytes())
             content[-1] ^= 1
             file.write_bytes(content)

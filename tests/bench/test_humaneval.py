@@ -1,6 +1,6 @@
-"""The tests of humaneval in the sandbox: right answers pass, an answer with one wrong value fails.
+"""The tests of humaneval in the sandbox: correct answers pass, an answer with a wrong value fails.
 
-Every argument and every expected value of the set crosses between the two processes here.
+Every argument and every expected value of the set is sent between the two processes.
 """
 
 import pytest
@@ -32,7 +32,7 @@ def mistakes(ids: set[str] | None = None) -> list[str]:
 
 
 def test_some_tasks() -> None:
-    """Those with random arguments or helpers of the prompt, and some of the others."""
+    """Tasks with random arguments or with helpers in the prompt, and some of the others."""
     assert mistakes({*SOLUTIONS, *(f"HumanEval/{number}" for number in range(0, 164, 30))}) == []
 
 

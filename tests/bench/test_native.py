@@ -1,4 +1,4 @@
-"""The load on peagle's engine: every method gives the same answers, and the counts are right."""
+"""The load on peagle's engine: every method gives the same answers, and the counts are correct."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def native(jobs: list[LoadJob], concurrency: int = 4, temperature: float = 0.0) 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_methods_agree_whatever_the_load(temperature: float) -> None:
+def test_methods_agree_under_any_load(temperature: float) -> None:
     jobs = some_jobs(5, turns=2)
     runner = native(jobs, temperature=temperature)
     runs = {}
@@ -42,7 +42,7 @@ def test_methods_agree_whatever_the_load(temperature: float) -> None:
     assert not runner.pool.engines
 
 
-def test_what_is_counted() -> None:
+def test_metrics_of_a_run() -> None:
     jobs, seen = some_jobs(6, max_tokens=9), []
     runner = native(jobs)
     run = runner.run(CellKey("x", "p-eagle", 3, 2), jobs, lambda: seen.append(1))
@@ -64,7 +64,7 @@ def test_what_is_counted() -> None:
     starts = sorted(record.start for record in run.records)
     assert (
         starts[1] < min(record.arrivals[-1] for record in run.records) < starts[2]
-    )  # two users, no more
+    )  # never more than two users
 
 
 @pytest.mark.parametrize("k", [3, "auto"])
@@ -90,7 +90,7 @@ def test_automatic_k() -> None:
     assert metrics.k_steps
 
 
-def test_a_prompt_that_does_not_fit_is_counted() -> None:
+def test_a_prompt_that_does_not_fit_counts_as_failed() -> None:
     jobs = some_jobs(3)
     jobs[1] = replace(jobs[1], task=Task("long", ("w7 " * 300, "w8")))
     run = native(jobs).run(CellKey("x", "none", 0, 2), jobs, lambda: None)
@@ -99,7 +99,7 @@ def test_a_prompt_that_does_not_fit_is_counted() -> None:
     assert run.metrics().requests == 3
 
 
-def test_engines_give_way_to_each_other() -> None:
+def test_engines_are_closed_to_stay_within_the_memory_budget() -> None:
     jobs = some_jobs(3)
     runner = native(jobs)
     runner.pool.budget_bytes = 1
@@ -108,7 +108,7 @@ def test_engines_give_way_to_each_other() -> None:
         assert len(runner.pool.engines) == 1
 
 
-def test_a_difference_and_its_margin() -> None:
+def test_a_different_answer_is_reported_with_its_margin() -> None:
     jobs = some_jobs(4, turns=2)
     records = native(jobs).run(CellKey("x", "none", 0, 1), jobs, lambda: None).records
     margin = target_margin(tiny_pair(), jobs)
@@ -119,7 +119,10 @@ def test_a_difference_and_its_margin() -> None:
     )
     all_records = [changed if record is wrong else record for record in records]
     result = check_answers(all_records, records, margin)
-    assert (result.compared, result.identical) == (7, 6)  # the turn after it had another prompt
+    assert (result.compared, result.identical) == (
+        7,
+        6,
+    )  # The following turn has a different prompt and is not compared.
     [difference] = result.differences
     assert (difference.task, difference.turn, difference.position) == ("2", 0, 4)
     assert difference.margin is not None and difference.margin > 0
@@ -128,8 +131,8 @@ def test_a_difference_and_its_margin() -> None:
     assert (difference.position, difference.margin) == (4, None)
 
 
-def test_nothing_of_it_needs_the_endpoint() -> None:
-    """Where the engine runs there may be no httpx."""
+def test_native_benchmarks_do_not_import_the_endpoint() -> None:
+    """httpx may be missing on the machine that runs the engine."""
     code = (
         "import sys; from peagle.target.transformers_import import quick_imports\n"
         "with quick_imports():\n"
@@ -142,7 +145,7 @@ def test_nothing_of_it_needs_the_endpoint() -> None:
 
 
 def test_energy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver's counter in millijoules; none on a CPU."""
+    """Energy comes from the counter of the driver, in millijoules; a CPU has none."""
     assert EnergyMeter(torch.device("cpu")).joules() is None
 
     class Nvml:

@@ -1,4 +1,4 @@
-"""Random MXFP4 experts: sizes, standard deviations, and no dense experts on the way."""
+"""Random MXFP4 experts: sizes and standard deviations; they are never built as dense matrices."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_experts_have_the_standard_deviation() -> None:
     assert logits.isfinite().all() and logits.dtype == torch.bfloat16
 
 
-def test_the_seed_decides() -> None:
+def test_weights_depend_only_on_the_seed() -> None:
     weights = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)

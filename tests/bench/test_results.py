@@ -1,4 +1,4 @@
-"""The file of a run: grows run by run, resumes a stopped run, refuses another run."""
+"""The result file: each run is added to it, a stopped run resumes, a different run is refused."""
 
 import json
 from dataclasses import replace
@@ -53,12 +53,12 @@ def test_runs_become_a_cell(tmp_path: Path) -> None:
     again.add(KEY, make_run(8))
     content = read_json(path)
     assert content["cells"][0]["output_throughput_runs"] == [4, 8]
-    assert content["runs"] == []  # a finished cell does not need them
+    assert content["runs"] == []  # A finished cell needs no runs.
     assert content["created"]
     assert ResultWriter(path, INFO).finished_runs(KEY) == 2
 
 
-def test_answers_of_the_first_run(tmp_path: Path) -> None:
+def test_answers_of_the_first_run_are_read(tmp_path: Path) -> None:
     writer = ResultWriter(tmp_path / "r.json", INFO)
     writer.add(KEY, make_run(4))
     writer.add(KEY, make_run(8))
@@ -68,7 +68,7 @@ def test_answers_of_the_first_run(tmp_path: Path) -> None:
     assert (key, record.ids, record.text) == (KEY, [5] * 4, "w5")
 
 
-def test_what_failed_is_measured_again(tmp_path: Path) -> None:
+def test_failed_cells_are_measured_again(tmp_path: Path) -> None:
     writer = ResultWriter(tmp_path / "r.json", INFO)
     writer.add(KEY, make_run(0, error="down"))
     assert writer.finished_runs(KEY) == 1
@@ -92,7 +92,7 @@ def test_other_settings_are_refused(tmp_path: Path, change: dict[str, Any], mess
     assert "`name` r-2" in str(error.value)
 
 
-def test_files_that_are_no_result(tmp_path: Path) -> None:
+def test_files_that_are_not_results_are_refused(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("{")
     with pytest.raises(UserError, match=r"not JSON.*another `name`"):
         ResultWriter(tmp_path / "r.json", INFO)
@@ -101,7 +101,7 @@ def test_files_that_are_no_result(tmp_path: Path) -> None:
         ResultWriter(tmp_path / "r.json", INFO)
 
 
-def test_names(tmp_path: Path) -> None:
+def test_names_of_result_files(tmp_path: Path) -> None:
     assert result_path(tmp_path, "mine", INFO) == tmp_path / "mine.json"
     assert result_path(tmp_path, None, replace(INFO, pair="a/b c")).name.startswith("b-c-20")
     for bad in ("../x", "a/b", ".x", ""):
@@ -116,7 +116,7 @@ def test_names(tmp_path: Path) -> None:
         result_path(tmp_path / "file", None, INFO)
 
 
-def test_files_from_before_there_were_trees(tmp_path: Path) -> None:
+def test_files_without_trees_are_resumed(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     ResultWriter(path, INFO).add(KEY, make_run(4))
     content = read_json(path)
@@ -131,7 +131,7 @@ def test_files_from_before_there_were_trees(tmp_path: Path) -> None:
     assert [(cell["repeats"], cell["tree"]) for cell in read_json(path)["cells"]] == [(2, 0)]
 
 
-def test_a_run_is_unfinished_until_its_trees_are_there(tmp_path: Path) -> None:
+def test_a_run_is_unfinished_until_its_trees_are_measured(tmp_path: Path) -> None:
     settings = SETTINGS | {"methods": ["p-eagle"], "repeats": 1, "tree": [0, 16]}
     info = replace(INFO, settings=settings)
     writer = ResultWriter(tmp_path / "r.json", info)
@@ -141,7 +141,7 @@ def test_a_run_is_unfinished_until_its_trees_are_there(tmp_path: Path) -> None:
     assert result_path(tmp_path, None, info) != tmp_path / "r.json"
 
 
-def test_another_process_wrote_the_file(tmp_path: Path) -> None:
+def test_a_file_changed_by_another_process_is_an_error(tmp_path: Path) -> None:
     writer = ResultWriter(tmp_path / "r.json", INFO)
     writer.require_unchanged()
     ResultWriter(tmp_path / "r.json", INFO).add(KEY, make_run())

@@ -1,4 +1,4 @@
-"""The sandbox: what programs may do, what stops the others, and where nothing is run at all."""
+"""The sandbox: allowed programs, blocked programs, and systems on which it refuses to run."""
 
 import dataclasses
 import os
@@ -62,7 +62,7 @@ HARMFUL = {
     "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
     "reads the environment": "import os\nassert os.environ.get('HOME') or os.environ.get('PATH')",
     "a socket": "import socket\nsocket.socket()",
-    "leaves": "import os\nos._exit(0)",
+    "exits": "import os\nos._exit(0)",
     "is root": "import os\nassert 0 in os.getresuid() + os.getresgid()",
     "lists a home": "import os\nos.listdir('/root')\nos.listdir('/home')",
     "reads /proc": "open('/proc/self/cmdline').read()",
@@ -70,12 +70,12 @@ HARMFUL = {
 
 
 @pytest.mark.parametrize("code", HARMLESS.values(), ids=HARMLESS.keys())
-def test_programs_that_may_run(code: str) -> None:
+def test_harmless_programs_run(code: str) -> None:
     assert runs(code)
 
 
 @pytest.mark.parametrize("code", HARMFUL.values(), ids=HARMFUL.keys())
-def test_programs_that_are_stopped(code: str) -> None:
+def test_harmful_programs_are_stopped(code: str) -> None:
     assert not runs(code, seconds=2 if code == HARMFUL["sleeps"] else 20)
 
 
@@ -103,8 +103,8 @@ def state(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("code", WRITE_ELSEWHERE.values(), ids=WRITE_ELSEWHERE.keys())
-def test_nothing_outside_changes(code: str) -> None:
-    """Without the barriers the same program does its harm: the test can fail."""
+def test_files_outside_do_not_change(code: str) -> None:
+    """Control: without the barriers, the same program succeeds."""
     with outside_folder() as folder:
         before = state(folder)
         attack = f"OUTSIDE = {str(folder)!r}\n{code}"
@@ -154,8 +154,8 @@ def test_no_network(barriers: tuple[str, ...]) -> None:
             listener.accept()[0].close()
 
 
-def test_the_program_knows_nothing_of_the_test() -> None:
-    """Frames, arguments and all living objects: neither the test nor an expected value."""
+def test_the_program_cannot_see_the_test() -> None:
+    """Frames, arguments and live objects contain neither the test nor an expected value."""
     secret = "expected-value"
     code = (
         "import gc, sys\n"
@@ -196,14 +196,14 @@ def test_a_pass_cannot_be_forged(code: str) -> None:
     assert not passes(Submission(code + wrong, "", test, "answer"))
 
 
-def test_a_dead_program_fails_a_test_that_catches_everything() -> None:
+def test_a_program_that_exits_fails_a_test_that_catches_everything() -> None:
     test = "def check(candidate):\n    try:\n        candidate()\n    except BaseException:\n"
     test += "        pass\n"
     code = "import os\n\ndef answer():\n    os._exit(0)\n"
     assert not passes(Submission(code, "", test, "answer"))
 
 
-CONVERSATIONS = {
+CALLS = {
     "helpers of the prompt": ("def f(x):\n    return x", "assert helper(candidate(1)) == 2"),
     "the function by its name": ("def f(x):\n    return x", "assert f(1) == candidate(1) == 1"),
     "an exception": (
@@ -230,8 +230,8 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize(("code", "test"), CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
-def test_what_tests_do_with_a_function(code: str, test: str) -> None:
+@pytest.mark.parametrize(("code", "test"), CALLS.values(), ids=CALLS.keys())
+def test_calls_between_test_and_function(code: str, test: str) -> None:
     setup = "def helper(x):\n    return x + 1\n"
     assert passes(Submission(code, setup, f"def check(candidate):\n    {test}\n", "f"))
 
@@ -262,7 +262,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_values_survive_the_wire(value: object) -> None:
+def test_values_survive_encoding(value: object) -> None:
     copy = decode(encode(value))
     assert copy == value
     assert type(copy) is type(value)
@@ -276,11 +276,11 @@ def test_broken_frames_are_errors() -> None:
         encode(object())
 
 
-def test_the_filter_has_the_kernel_headers_numbers() -> None:
+def test_the_filter_has_the_numbers_of_the_kernel_headers() -> None:
     header = Path("/usr/include/asm-generic/unistd.h")
     native = next(Path("/usr/include").glob("*/asm/unistd_64.h"), None)
     if native is None or "x86_64" not in str(native) or not header.exists():
-        pytest.skip("no kernel headers of x86_64 here")
+        pytest.skip("the x86_64 kernel headers are not installed")
     x86_64 = dict(line.split()[1:3] for line in native.read_text().split("\n") if " __NR_" in line)
     generic = {
         words[1].replace("3264", "").replace("_fstatat", "_newfstatat"): words[2]
@@ -298,7 +298,7 @@ def test_the_filter_has_the_kernel_headers_numbers() -> None:
 
 @pytest.fixture
 def fast_folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that is possible: a thousand folders take seconds on a disk."""
+    """A folder in memory if possible: creating a thousand folders takes seconds on a disk."""
     memory = Path("/dev/shm")
     if not (memory.is_dir() and os.access(memory, os.W_OK)):
         yield tmp_path
@@ -309,7 +309,7 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_deep_folders_are_removed(fast_folder: Path) -> None:
-    """Deeper than recursion and longer than any path; a link out of it is not followed."""
+    """Folders beyond the recursion and path limits are removed; links are not followed."""
     kept = fast_folder / "kept"
     kept.mkdir()
     (kept / "file").touch()
@@ -333,7 +333,7 @@ def test_deep_folders_are_removed(fast_folder: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can stay root")
 def test_nothing_runs_as_root(tmp_path: Path) -> None:
-    """The child itself refuses, whoever starts it."""
+    """The child process refuses to run as root, independently of the process that starts it."""
     sandbox = find_sandbox()
     assert sandbox.as_nobody
     with (tmp_path / "frames").open("w+b") as frames:
@@ -348,8 +348,8 @@ def test_nothing_runs_as_root(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def on_another_kernel(folder: Path, file: str, call: str, other: str) -> Sandbox:
-    """This machine's sandbox, where the kernel refuses one system call."""
+def with_refused_call(folder: Path, file: str, call: str, other: str) -> Sandbox:
+    """The sandbox of this machine, as if the kernel refused one system call."""
     sandbox = own_sandbox(*OWN_BARRIERS)
     shutil.copytree(sandbox.runtime, folder, ignore=shutil.ignore_patterns("__pycache__"))
     [source] = folder.rglob(file)
@@ -359,21 +359,21 @@ def on_another_kernel(folder: Path, file: str, call: str, other: str) -> Sandbox
     return dataclasses.replace(sandbox, runtime=str(folder), read_paths=read_paths)
 
 
-def test_the_result_of_unshare_is_checked() -> None:
-    """Namespaces are the second wall: without them programs are confined all the same."""
+def test_programs_are_confined_without_namespaces() -> None:
+    """Namespaces are an additional barrier: the others suffice if `unshare` fails."""
     with outside_folder() as folder:
-        refused = on_another_kernel(folder / "a", "confine.py", "unshare(NAMESPACES)", "unshare(1)")
+        refused = with_refused_call(folder / "a", "confine.py", "unshare(NAMESPACES)", "unshare(1)")
         verdict = run_submission(refused, program(""), 20).split()
         assert verdict == ["pass", "limits", "privileges", "landlock", "seccomp"]
         assert not runs(HARMFUL["a socket"], refused)
     verdict = run_submission(own_sandbox(*OWN_BARRIERS), program(""), 20).split()
     if "namespaces" not in verdict:
-        pytest.skip("this kernel gives no user namespaces")
+        pytest.skip("this kernel does not allow user namespaces")
 
 
-def test_no_landlock_and_no_tool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_landlock_and_no_bubblewrap_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with outside_folder() as folder:
-        sandbox = on_another_kernel(
+        sandbox = with_refused_call(
             folder / "runtime", "landlock.py", "444, 445, 446", "1444, 1445, 1446"
         )
         assert run_submission(sandbox, program(""), 20).startswith("refused [Errno 38] Landlock")

@@ -1,4 +1,4 @@
-"""Scores: code and numbers as chat models write them; programs that misbehave."""
+"""Scores of code and numbers in the form in which chat models write them; hostile programs."""
 
 from decimal import Decimal
 
@@ -37,9 +37,9 @@ WRONG = {
     "wrong": "```python\ndef add(a, b):\n    return a - b\n```",
     "prose": "I would add them.",
     "empty": "",
-    "leaves early": "```python\nimport os\ndef add(a, b):\n    os._exit(0)\n```",
-    "leaves politely": "```python\nimport sys\ndef add(a, b):\n    sys.exit(0)\n```",
-    "shouts": "```python\nprint('pass')\nraise SystemExit(0)\ndef add(a, b): ...\n```",
+    "exits at once": "```python\nimport os\ndef add(a, b):\n    os._exit(0)\n```",
+    "exits normally": "```python\nimport sys\ndef add(a, b):\n    sys.exit(0)\n```",
+    "prints a verdict": "```python\nprint('pass')\nraise SystemExit(0)\ndef add(a, b): ...\n```",
     "bytes": "```python\n\x00\ud800\n```",
     "equal to everything": "```python\nclass Any(int):\n"
     "    def __eq__(self, other):\n        return True\n\n"
@@ -49,12 +49,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("answer", RIGHT.values(), ids=RIGHT.keys())
-def test_code_that_passes(answer: str) -> None:
+def test_correct_code_passes(answer: str) -> None:
     assert passes(build_submission(answer, **HUMANEVAL))
 
 
 @pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG.keys())
-def test_code_that_does_not(answer: str) -> None:
+def test_wrong_code_fails(answer: str) -> None:
     assert not passes(build_submission(answer, **HUMANEVAL))
 
 
@@ -72,7 +72,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize(("answer", "number"), NUMBERS.items(), ids=lambda x: str(x)[:20])
-def test_the_final_number(answer: str, number: str | None) -> None:
+def test_the_final_number_is_found(answer: str, number: str | None) -> None:
     assert answer_number(answer) == (None if number is None else Decimal(number))
 
 

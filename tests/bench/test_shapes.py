@@ -1,4 +1,4 @@
-"""The shapes of `peagle bench-step`: their sizes, their names, and configs that are none."""
+"""The shapes of `peagle bench-step`: sizes, names, and config files that cannot run."""
 
 import json
 from pathlib import Path
@@ -98,13 +98,13 @@ def test_a_config_that_cannot_run_gives_one_line(
     assert "mine" in output and message in output
 
 
-def test_experts_of_each_layer_are_not_a_number() -> None:
+def test_a_list_of_expert_counts_is_not_a_number() -> None:
     assert expert_count(SimpleNamespace(num_experts=[8, 16])) is None
     assert expert_count(SimpleNamespace(num_experts=0)) is None
     assert expert_count(SimpleNamespace(n_routed_experts=64)) == 64
 
 
-def test_a_gpu_without_memory_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_gpu_memory_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 100 GiB")
 
@@ -126,7 +126,7 @@ def test_a_config_is_named_after_its_folder_or_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_small_shapes_have_drafters(layers: int, tmp_path: Path) -> None:
-    """Their taps are distinct layers of the target; from 7 layers on those of vLLM."""
+    """The taps are distinct target layers; with 7 or more layers they are those of vLLM."""
     shape = str(write_config(tmp_path, tiny(num_hidden_layers=layers)))
     pair = random_pair(shape, "cpu", torch.float32, methods=("eagle3",))
     ids = pair.drafter("eagle3").config.aux_layer_ids
@@ -159,7 +159,7 @@ def test_the_config_decides_how_experts_are_stored(tmp_path: Path) -> None:
     assert code == 2 and "cannot be mxfp4" in output
 
 
-def test_other_formats_are_named(tmp_path: Path) -> None:
+def test_unsupported_formats_are_reported(tmp_path: Path) -> None:
     file = write_config(tmp_path, tiny(quantization_config={"quant_method": "fp8"}))
     assert parse_experts(None, str(file)) == "bf16"
     code, output = run(file)

@@ -1,4 +1,4 @@
-"""`peagle bench-step`: random weights, drafts accepted as the profile says."""
+"""`peagle bench-step`: random weights, drafts accepted according to the acceptance profile."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_every_method_and_load(tmp_path: Path) -> None:
     assert lengths["p-eagle"] == pytest.approx(1 + sum(PROFILE), rel=0.2)
 
 
-def test_drafts_behind_the_profile_are_never_right() -> None:
+def test_drafts_beyond_the_profile_are_never_accepted() -> None:
     pair = random_pair("tiny", "cpu", torch.float32)
     engine = build_engine(pair, "p-eagle", "auto", 2, 64, tree=0)
     engine.force_acceptance(conditional_probabilities(PROFILE[:3]))
@@ -80,7 +80,7 @@ def test_drafts_behind_the_profile_are_never_right() -> None:
 
 @needs_c
 def test_the_fast_path_is_measured() -> None:
-    """A batch in bfloat16 is exact by default."""
+    """`bench-step` turns exact mode off, which is the default for batches in bfloat16."""
     pair = random_pair("tiny", "cpu", torch.bfloat16)
     engine = build_engine(pair, "p-eagle", "auto", 2, 64)
     assert engine.exact_mode is None
@@ -143,7 +143,7 @@ def test_the_experts_of_a_mixture_are_counted(method: str, most: int) -> None:
     assert "counts all experts" not in result.output
 
 
-def test_where_experts_are_not_counted_the_floor_says_so(
+def test_the_floor_without_expert_counts_is_marked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in layers that run through transformers."""
@@ -161,8 +161,10 @@ def test_where_experts_are_not_counted_the_floor_says_so(
     assert result.exit_code == 0 and "counts all experts" not in " ".join(result.output.split())
 
 
-def test_the_step_is_that_of_the_best_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = iter([(9.0, 1.0), (50.0, 4.0), (80.0, 2.0), (65.0, 3.0)])  # The first one warms up.
+def test_the_step_time_is_that_of_the_fastest_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter(
+        [(9.0, 1.0), (50.0, 4.0), (80.0, 2.0), (65.0, 3.0)]
+    )  # The first run is the warm-up.
     real = step_cost.run_prompts
 
     def timed(*args: Any) -> tuple[float, float]:
@@ -196,7 +198,7 @@ def test_the_format_of_experts() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{}", "nonsense"])
-def test_a_shape_that_is_none(tmp_path: Path, content: str | None) -> None:
+def test_an_unknown_shape_is_an_error(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content)
@@ -220,8 +222,8 @@ def test_a_shape_that_is_none(tmp_path: Path, content: str | None) -> None:
         (["--profile", "nan"], "--profile nan"),
     ],
 )
-def test_numbers_that_measure_nothing(options: list[str], message: str) -> None:
-    """They are refused before anything is built."""
+def test_invalid_numbers_are_refused(options: list[str], message: str) -> None:
+    """Invalid values are refused before a model is built."""
     result = CliRunner().invoke(app, [*ARGUMENTS, *options])
     assert result.exit_code == 2 and message in result.output and result.output.count("\n") == 1
 
@@ -235,7 +237,7 @@ def test_a_profile_may_repeat_a_value() -> None:
 
 
 def test_trees_accept_more_than_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only P-EAGLE has them; the table names their size."""
+    """Only P-EAGLE supports trees; the table shows their size."""
     monkeypatch.setattr(out, "_width", 200)
     arguments = [*ARGUMENTS, "--methods", "none,p-eagle", "-k", "7", "--concurrency", "8"]
     arguments += ["--tree", "0,31", "--repeats", "1", "--output", "64"]
@@ -276,7 +278,7 @@ def test_adaptive_drafting_with_trees_is_measured() -> None:
         (["--tree", "15", "--methods", "none,eagle3"], "--methods"),
     ],
 )
-def test_trees_that_are_none(options: list[str], message: str) -> None:
+def test_invalid_trees_are_refused(options: list[str], message: str) -> None:
     result = CliRunner().invoke(app, [*ARGUMENTS, *options])
     assert result.exit_code == 2 and message in " ".join(result.output.split())
 

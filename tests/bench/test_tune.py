@@ -1,4 +1,4 @@
-"""Tuning: the best K with few measurements, what is kept of it, and who reads it."""
+"""Tuning: the search for the best K, the stored result, and its use."""
 
 from pathlib import Path
 
@@ -32,11 +32,11 @@ def test_the_best_k_is_found(slope: float, start: int) -> None:
     assert len(measured) == len(set(measured)) <= 4
 
 
-def test_one_k_to_choose_from() -> None:
+def test_a_single_k_is_measured_once() -> None:
     assert list(search_k(lambda k: TunePoint(1.0, 1.0), RATES, (5,), 3)) == [5]
 
 
-def test_a_real_pair() -> None:
+def test_a_pair_is_tuned() -> None:
     from peagle.bench.load.native import NativeRunner
 
     jobs = some_jobs(6, max_tokens=8)
@@ -52,12 +52,14 @@ def test_a_real_pair() -> None:
     assert "--price" in summary_lines(tuner, best, None)[2]
 
 
-def test_stored_weights_are_tuned_on_their_own() -> None:
+def test_stored_weights_have_their_own_tuned_entry() -> None:
     plain, stored = (machine_of("cpu", "torch.float32", x) for x in (None, "Q4_1"))
     assert plain.endswith(", float32") and stored == f"{plain}, Q4_1"
 
 
-def test_kept_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_entries_are_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     pair = Pair("some-pair", TargetSource(()), {}, k=5)
     assert read_tuned(pair, "this") == {}
@@ -73,7 +75,7 @@ def test_kept_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuned_path(folder).name.startswith("t-")
 
 
-def test_the_nearest_load_below() -> None:
+def test_the_entry_of_the_nearest_lower_load_is_used() -> None:
     pair = Pair("x", TargetSource(()), {}, k=5)
     assert pair.best(3) == Best("p-eagle", 5)
     tuned = Pair(

@@ -1,4 +1,4 @@
-"""benchmarks/drafter/ranks.py: ranks behind the expected tokens, and their shares."""
+"""benchmarks/drafter/ranks.py: ranks of tokens among the candidates of a drafter."""
 
 import numpy as np
 import pytest

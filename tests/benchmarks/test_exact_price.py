@@ -1,4 +1,4 @@
-"""benchmarks/exact/price.py: the price of exact mode on a tiny pair, and its figures."""
+"""benchmarks/exact/price.py: the cost of exact mode, measured with a tiny pair."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,8 @@ LOAD = PriceLoad(
 )
 
 
-def test_percentages_are_those_of_neighboring_runs() -> None:
-    """The second pair of runs was slower in both modes."""
+def test_percentages_compare_runs_of_the_same_pair() -> None:
+    """The second pair of runs is slower in both modes, which does not affect the percentages."""
     runs = [
         (Speed(1000, 2.0, 1.0, 7), Speed(900, 2.0, 1.1, 7)),
         (Speed(500, 2.0, 2.0, 7), Speed(460, 2.0, 2.16, 7)),

@@ -1,11 +1,11 @@
-"""benchmarks/exact/variants.py: what it compares."""
+"""benchmarks/exact/variants.py: the passes and attention plans that it compares."""
 
 from benchmarks.exact.attention_times import Pass
 from benchmarks.exact.variants import parse_pass, variants
 from peagle.kernels.triton.batch_invariant.attention_plan import AttentionPlan, even_rows
 
 
-def test_passes() -> None:
+def test_passes_are_parsed() -> None:
     assert parse_pass("64x32t", 395) == Pass(64, 32, 395, True)
     assert parse_pass("1x8", 100) == Pass(1, 8, 100, False)
 

@@ -1,4 +1,4 @@
-"""The comparison with llama.cpp: cases, the record and its table, the protocol, the read loop."""
+"""The comparison with llama.cpp: cases, report, worker processes, memory bandwidth, divergence."""
 
 import shutil
 import sys
@@ -31,14 +31,14 @@ def speeds(ratio: float) -> dict[str, Speeds]:
     return slow | {case.name: Speeds([100.0 * ratio, 90.0 * ratio]) for case in PEAGLE_CASES}
 
 
-def test_every_case_has_a_name_of_its_own_and_a_baseline() -> None:
+def test_every_case_has_a_unique_name_and_a_baseline() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     for case in PEAGLE_CASES:
         assert baseline_of(case).engine == "llama.cpp"
         assert baseline_of(case).requests == case.requests
 
 
-def test_the_bars_of_one_request() -> None:
+def test_required_ratios_of_one_request() -> None:
     one = [case for case in PEAGLE_CASES if case.kind == "decode" and case.requests == 1]
     bars = {(case.method, case.int8): case.bar for case in one}
     assert bars == {
@@ -50,7 +50,7 @@ def test_the_bars_of_one_request() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(0.7, " ok"), (0.69, " below")])
-def test_a_case_is_compared_with_its_bar(ratio: float, verdict: str) -> None:
+def test_a_case_is_compared_with_its_required_ratio(ratio: float, verdict: str) -> None:
     case = PEAGLE_CASES[0]
     record = case_record(case, speeds(ratio), {"weight_bytes": 10**8}, bandwidth=2e10)
     assert record["ratio"] == pytest.approx(ratio)
@@ -59,14 +59,14 @@ def test_a_case_is_compared_with_its_bar(ratio: float, verdict: str) -> None:
     assert case_line(record).endswith(verdict)
 
 
-def test_shares_are_those_of_plain_decoding() -> None:
+def test_bandwidth_shares_exist_for_plain_decoding_only() -> None:
     for case in CASES:
         record = case_record(case, speeds(1), {"weight_bytes": 1}, bandwidth=1e9)
         plain = (case.kind, case.requests, case.method) == ("decode", 1, "none")
         assert (record["bandwidth_share"] is not None) == plain
 
 
-def test_the_report_names_what_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_lists_skipped_cases(capsys: pytest.CaptureFixture[str]) -> None:
     engine: dict[str, Any] = {"weight_bytes": 10**8, "version": "v", "kernels": "AVX2 = 1 | "}
     record = {
         "environment": {"cpu": "c", "cores": 2, "cpu_flags": ["avx2"], "torch": "2"},
@@ -86,7 +86,7 @@ def test_the_report_names_what_was_not_measured(capsys: pytest.CaptureFixture[st
     assert "100.0 MB of weights per pass (float32, weights Q4_1" in text
 
 
-def test_workers_answer_and_tell_why_they_ended(tmp_path: Path) -> None:
+def test_workers_answer_and_report_errors(tmp_path: Path) -> None:
     script = tmp_path / "echo.py"
     script.write_text(ECHO)
     worker = Worker([sys.executable, str(script)])
@@ -97,13 +97,13 @@ def test_workers_answer_and_tell_why_they_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_the_read_loop_measures() -> None:
+def test_the_read_loop_measures_bandwidth() -> None:
     loop = ReadLoop(threads=2)
     loop.measure(16 << 20)
     assert loop.best is not None and 1e8 < loop.best < 1e13
 
 
-def test_divergence() -> None:
+def test_divergence_from_the_reference() -> None:
     torch.manual_seed(0)
     reference = torch.randn(50, 16)
     same, shifted, other = Measured(), Measured(), Measured()
@@ -119,4 +119,4 @@ def test_divergence() -> None:
 def test_logits_of_the_answer() -> None:
     text = Text([1, 2, 3], [4, 5])
     rows = text.answer_rows(torch.arange(5)[:, None])
-    assert rows.flatten().tolist() == [2, 3]  # they predict the tokens 4 and 5
+    assert rows.flatten().tolist() == [2, 3]  # These rows predict tokens 4 and 5.

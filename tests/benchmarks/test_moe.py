@@ -1,4 +1,4 @@
-"""benchmarks/engine/moe.py: the lines of its cells."""
+"""benchmarks/engine/moe.py: the line printed for a cell."""
 
 from benchmarks.engine import moe
 

@@ -1,4 +1,4 @@
-"""What benchmarks/server/scale.py counts as lost, and on which replica, for fixed requests."""
+"""benchmarks/server/scale.py: requests that are counted as lost when a replica is killed."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def load_of(*requests: Request) -> Load:
     return load
 
 
-def test_what_is_lost_and_where() -> None:
+def test_lost_requests_are_counted_by_replica() -> None:
     load = load_of(
         Request("before", True, 0.0, 1.0, "HTTP 500"),
         Request("on it", True, 9.0, 10.5, "error in the stream"),
@@ -31,11 +31,11 @@ def test_what_is_lost_and_where() -> None:
     assert (summary["lost_streams"], summary["lost_whole"]) == (1, 1)
     assert (summary["failed_before"], summary["failed_after"], summary["answered"]) == (1, 1, 2)
     assert (summary["told_within_s"], summary["longest_gap_s"]) == (1.0, 4.0)
-    # Where only the number of requests is known.
+    # The ids of requests on the killed replica may be unknown: then only their number is given.
     assert summarize(load, 10.0, 6.0, on_victim=1)["lost_beyond_those_on_it"] == 1
 
 
-def test_a_stream_must_come_to_its_end() -> None:
+def test_an_incomplete_stream_is_an_error() -> None:
     chunk = {"usage": {"completion_tokens": 8}}
     assert stream_tokens(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n") == 8
     for text, words in {

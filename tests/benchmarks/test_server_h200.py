@@ -1,4 +1,4 @@
-"""The bytecode with which the start of a server is measured."""
+"""benchmarks/server/h200.py: bytecode is compiled before the start of a server is measured."""
 
 from pathlib import Path
 
@@ -16,7 +16,9 @@ def test_installed_packages_and_the_standard_library_are_compiled() -> None:
     assert all(source.exists() for source in sources)
 
 
-def test_processes_find_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_bytecode_is_in_the_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     source = tmp_path / "module.py"
     source.write_text("x = 1")
     cache = tmp_path / "bytecode"

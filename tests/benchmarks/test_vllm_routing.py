@@ -14,7 +14,7 @@ from benchmarks.vllm.routing import ExpertCounter, fill_weight
         ("model.layers.0.attn.qkv_proj.bias", 0, 0),
         ("model.layers.0.mlp.experts.routed_experts.w2_bias", 0, 0),
         ("model.layers.0.self_attn.q_norm.weight", 0, 1),
-        ("model.layers.0.attn.attn._k_scale", 0, 9),  # left as it is
+        ("model.layers.0.attn.attn._k_scale", 0, 9),  # unchanged
     ],
 )
 def test_weights_have_the_distribution_of_transformers(
@@ -26,7 +26,7 @@ def test_weights_have_the_distribution_of_transformers(
     assert weight.mean().item() == pytest.approx(mean, abs=1e-3)
 
 
-def test_layers_differ() -> None:
+def test_random_layers_differ() -> None:
     generator = torch.Generator().manual_seed(0)
     first, second = torch.empty(2, 100).unbind()
     for weight in (first, second):
@@ -34,7 +34,7 @@ def test_layers_differ() -> None:
     assert not torch.equal(first, second)
 
 
-def test_nothing_counted_has_no_mean() -> None:
+def test_an_expert_counter_without_counts_has_no_mean() -> None:
     counter = ExpertCounter()
     assert counter.mean is None
     with counter.counting(8):
