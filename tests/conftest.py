@@ -16,15 +16,15 @@ from peagle.target import Target
 from tests.support.built_once import share_between_workers
 from tests.support.models.tiny_models import CONFIGS, make_target
 
-# Matrices are tiny and pytest runs several workers: a second thread only waits.
+# Matrices are tiny and pytest runs several workers, so a second thread would only add overhead.
 torch.set_num_threads(1)
-gc.disable()  # What imports create lives as long as the run.
-# The same examples in every run, however long each takes on a busy machine.
+gc.disable()  # until all modules are imported: see pytest_collection_finish
+# Hypothesis uses the same examples in every run, without a time limit for an example.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
-# Every HTTP client would read the certificates again: 20 ms each.
+# Otherwise every HTTP client would read the certificates again, which takes 20 ms.
 ssl.create_default_context = cache(ssl.create_default_context)
 
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector skip the modules: it would visit each of their objects.
+    """Freeze the objects of all imported modules so that the garbage collector skips them.
 
     They stay frozen when a server of a test freezes live objects (peagle/engine/gc_tuning.py).
     """
@@ -53,7 +53,9 @@ def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     share_between_workers(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
-shared_target = cache(make_target)  # Parameters in another order build no target again.
+shared_target = cache(
+    make_target
+)  # The order of the parameters does not matter: one target is built for all of them.
 
 
 @pytest.fixture(scope="session", params=list(CONFIGS))

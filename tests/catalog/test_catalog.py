@@ -1,4 +1,4 @@
-"""The shipped catalog, the pairs of the user, and the messages for mistakes."""
+"""The shipped catalog, pairs of the user, and errors in pair files."""
 
 import json
 import tomllib
@@ -62,7 +62,7 @@ def parse(entry: dict[str, Any]) -> Pair:
     return parse_pair("mine", entry, Path("/root-of-it"), "mine.toml")
 
 
-def test_eight_pairs() -> None:
+def test_the_shipped_pairs() -> None:
     assert sorted(shipped_pairs()) == sorted([*LAUNCH, *OWN, "qwen3-8b"])
     for pair in shipped_pairs().values():
         source = pair.drafters[pair.method]
@@ -72,7 +72,7 @@ def test_eight_pairs() -> None:
         assert pair.production.memory.source
 
 
-def test_what_is_known_of_the_launch() -> None:
+def test_facts_of_the_sagemaker_launch_pairs() -> None:
     pairs = [shipped_pairs()[name] for name in LAUNCH]
     ids = [pair.production.jumpstart_id for pair in pairs]
     assert ids == [
@@ -88,20 +88,22 @@ def test_what_is_known_of_the_launch() -> None:
     assert (
         twenty.production.instances == ("ml.g7e.2xlarge",) and twenty.production.channel == "eagle"
     )
-    assert "p-eagle" not in shipped_pairs()["gemma-4-31b"].drafters, "only JumpStart has that head"
+    assert "p-eagle" not in shipped_pairs()["gemma-4-31b"].drafters, (
+        "the drafter is available in JumpStart only"
+    )
     assert shipped_pairs()["qwen3-8b"].drafters["p-eagle"].format == "speculators"
     assert shipped_pairs()["qwen3-8b"].production.vllm == "0.22"
 
 
-def test_k_by_load() -> None:
+def test_the_best_k_depends_on_concurrency() -> None:
     production = shipped_pairs()["gpt-oss-120b"].production
     assert [production.best_k(c) for c in (1, 7, 8, 64)] == [7, 7, 3, 3]
     assert Production().best_k(4) is None
-    assert Production(k={4: 2}).best_k(1) == 2, "below the lowest, the lowest holds"
+    assert Production(k={4: 2}).best_k(1) == 2, "below the lowest load, its K is used"
 
 
 def test_memory_is_computed_or_unknown() -> None:
-    """gpt-oss-20b: 12.8 GiB, and 24 layers * 2 * 8 heads * 64 * 2 bytes for 8,192 positions."""
+    """gpt-oss-20b: 12.8 GiB of weights; 24 layers * 2 * 8 heads * 64 * 2 bytes per KV position."""
     by_hand = (12.8 * 2**30 + 24 * 2 * 8 * 64 * 2 * 8192) / 1e9
     assert shipped_pairs()["gpt-oss-20b"].production.memory_gb == pytest.approx(by_hand, abs=0.06)
     assert shipped_pairs()["gemma-4-31b"].production.memory_gb is None
@@ -111,7 +113,7 @@ def test_memory_is_computed_or_unknown() -> None:
     assert memory.need_gb(None) is None
 
 
-def test_the_shipped_drafters_are_what_the_catalog_says() -> None:
+def test_the_shipped_drafters_match_the_catalog() -> None:
     content = json.loads(run("catalog", "validate", "--json"))
     assert content["ok"] and set(content["pairs"]) == set(shipped_pairs())
     assert any(
@@ -160,12 +162,12 @@ def test_the_shipped_drafters_are_what_the_catalog_says() -> None:
         ({"k": 3}, r"\[target\] is missing"),
     ],
 )
-def test_mistakes_are_named(entry: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"^mine.toml.*{message}"):
         parse(entry)
 
 
-def test_unknown_is_a_value_of_every_field() -> None:
+def test_every_production_field_may_be_unknown() -> None:
     pair = parse(
         changed(
             "production", dict.fromkeys(["vllm", "k", "instances", "memory", "channel"], "unknown")
@@ -176,7 +178,7 @@ def test_unknown_is_a_value_of_every_field() -> None:
     assert parse({"target": {"folder": "here"}}).target.folder == Path("/root-of-it/here")
 
 
-def test_a_pair_of_ones_own(config: Path) -> None:
+def test_a_user_pair_is_added(config: Path) -> None:
     run(
         "catalog",
         "add",
@@ -201,7 +203,7 @@ def test_a_pair_of_ones_own(config: Path) -> None:
     run("catalog", "add", "mine", "--target", "someone/other", "--force")
     assert find_pair("mine").target.hub == "someone/other" and find_pair("mine").method == "none"
     assert "Did you mean 'mine'" in run("catalog", "show", "mien", code=2)
-    assert [path.name for path in config.iterdir()] == ["mine.toml"], "nothing is left beside it"
+    assert [path.name for path in config.iterdir()] == ["mine.toml"], "no temporary file is left"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_a_pair_of_ones_own(config: Path) -> None:
         (["missing.toml"], "cannot read"),
     ],
 )
-def test_what_cannot_be_added(words: list[str], message: str, config: Path) -> None:
+def test_invalid_pairs_are_not_added(words: list[str], message: str, config: Path) -> None:
     assert message in run("catalog", "add", *words, code=2).replace("\n", " ")
     assert not config.exists()
 
@@ -244,7 +246,7 @@ def test_a_file_is_added_with_its_folders(tmp_path: Path, config: Path) -> None:
     assert "is not valid TOML" in run("catalog", "add", file, "--force", code=2)
 
 
-def test_a_folders_drafter_tells_its_own(tmp_path: Path, config: Path) -> None:
+def test_method_and_depth_are_read_from_a_drafter_folder(tmp_path: Path, config: Path) -> None:
     target = make_target()
     target.name = "tiny"
     drafter = make_drafter(target, "eagle3", 1)
@@ -271,7 +273,7 @@ def test_a_folders_drafter_tells_its_own(tmp_path: Path, config: Path) -> None:
     assert "the entry says depth 5" in run("catalog", "validate", "mine", code=2).replace("\n", "")
 
 
-def test_a_broken_file_stops_only_who_needs_it(config: Path) -> None:
+def test_a_broken_file_affects_only_its_own_pair(config: Path) -> None:
     config.mkdir(parents=True)
     (config / "broken.toml").write_text("k = 3\n")
     assert find_pair("smollm2-135m").name == "smollm2-135m"
@@ -285,19 +287,21 @@ def test_a_broken_file_stops_only_who_needs_it(config: Path) -> None:
     assert "is a shipped pair" in run("catalog", "list", code=2)
 
 
-def test_the_table_fits(config: Path) -> None:
+def test_the_table_fits_a_terminal(config: Path) -> None:
     lines = run("catalog", "list", columns=80).splitlines()
     table = [line for line in lines if not line.startswith("*")]
     assert all(len(line) <= 80 for line in table)
     for pair in shipped_pairs().values():
-        assert sum(line.startswith(pair.name) for line in table) == 1, "in full, on one line"
+        assert sum(line.startswith(pair.name) for line in table) == 1, (
+            "the name is complete and on one line"
+        )
     assert sum("unknown" in line for line in table) == 2
 
 
-def test_json_says_null_where_nothing_is_known() -> None:
+def test_unknown_values_are_null_in_json() -> None:
     pairs = {pair["name"]: pair for pair in json.loads(run("catalog", "list", "--json"))}
     assert pairs == {pair["name"]: pair for pair in json.loads(run("pairs", "--json"))}, (
-        "its former name"
+        "`pairs` is an alias of `catalog list`"
     )
     assert pairs["gemma-4-31b"]["vllm"] is None
     assert pairs["gemma-4-31b"]["memory"]["need_gb"] is None
@@ -305,7 +309,7 @@ def test_json_says_null_where_nothing_is_known() -> None:
     assert json.loads(run("catalog", "show", "gpt-oss-20b", "--json")) == pairs["gpt-oss-20b"]
 
 
-def test_show_names_what_is_unknown() -> None:
+def test_show_prints_unknown_values() -> None:
     shown = run("catalog", "show", "gemma-4-31b", columns=200)
     for line in (
         "vLLM             unknown",
@@ -325,8 +329,8 @@ def test_the_config_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.Monke
     assert user_files().keys() == {"mine"}
 
 
-def test_a_target_of_the_hub_alone() -> None:
-    """Any OWNER/NAME; a path that is not there is no hub id."""
+def test_a_hub_id_is_a_target_without_drafters() -> None:
+    """Any OWNER/NAME is a hub id; a path that does not exist is an error."""
     pair = find_pair("acme/model-7b.v2")
     assert (pair.name, pair.target.order, pair.target.hub) == (
         "acme--model-7b.v2",

@@ -1,4 +1,4 @@
-"""`peagle cost`: the model against the shipped measurements, the arithmetic, the command."""
+"""`peagle cost`: the model compared with the shipped measurements, the arithmetic, the command."""
 
 import json
 import re
@@ -60,16 +60,16 @@ def run(*args: object, code: int = 0) -> str:
     return result.stdout if code == 0 else result.stderr
 
 
-def test_the_model_holds_with_the_batch_as_it_was(shipped: Grid) -> None:
-    """What is left is the time between steps, up to a fifth."""
+def test_the_model_is_accurate_with_the_measured_batch_size(shipped: Grid) -> None:
+    """The remaining difference, up to a fifth, is the time between steps."""
     for cell in shipped.measured:
         modeled = modeled_throughput(cell)
         assert modeled is not None and cell.throughput is not None
         assert 1 < modeled / cell.throughput < 1.25, (cell.key, modeled / cell.throughput)
 
 
-def test_where_the_model_breaks(shipped: Grid) -> None:
-    """With the concurrency as batch it is an upper bound: close for 1, twice too high for 64."""
+def test_the_model_with_concurrency_as_batch_size_is_an_upper_bound(shipped: Grid) -> None:
+    """The bound is close at concurrency 1, and twice too high at 64."""
     over = {}
     for cell in shipped.measured:
         step = cell.step_ms
@@ -90,8 +90,8 @@ def without(grid: Grid, method: str, k: int) -> Grid:
 
 @pytest.mark.parametrize("method", ["eagle3", "p-eagle"])
 @pytest.mark.parametrize("k", [5, 7])
-def test_what_if_finds_a_k_that_was_left_out(shipped: Grid, method: str, k: int) -> None:
-    """Up to 4 at a time: tokens a second within 7 %, the time of a token within 9 %."""
+def test_what_if_predicts_a_k_that_was_left_out(shipped: Grid, method: str, k: int) -> None:
+    """Up to concurrency 4, throughput is predicted within 7 % and TPOT within 9 %."""
     rest = without(shipped, method, k)
     for concurrency in (1, 2, 4):
         base, real = rest.best(concurrency, method), shipped.at(method, k, concurrency)
@@ -104,7 +104,7 @@ def test_what_if_finds_a_k_that_was_left_out(shipped: Grid, method: str, k: int)
         assert predicted.mean_tpot_ms == pytest.approx(real.mean_tpot_ms, rel=0.09)
 
 
-def test_what_if_changes_what_it_is_told_to() -> None:
+def test_what_if_scales_throughput_and_tpot() -> None:
     more = {
         "step_ms": 10.0,
         "spec_decode_acceptance_length": 2.0,
@@ -113,7 +113,7 @@ def test_what_if_changes_what_it_is_told_to() -> None:
     }
     cell = make_cell(
         "p-eagle", 3, 1, 100.0, **more
-    )  # the model says 200: half of the time goes between steps
+    )  # The model predicts 200 tokens/s, so half of the time is spent between steps.
     grid = Grid([cell])
     same, twice = what_if(grid, cell, 3), what_if(grid, cell, 3, 4.0)
     assert same.throughput == pytest.approx(100) and twice.throughput == pytest.approx(
@@ -128,7 +128,7 @@ def test_what_if_changes_what_it_is_told_to() -> None:
 @pytest.mark.parametrize(
     ("method", "k"), [("p-eagle", 3), ("p-eagle", 5), ("p-eagle", 7), ("eagle3", 5)]
 )
-def test_the_acceptance_of_another_k_is_read_off_the_positions(
+def test_the_acceptance_of_another_k_follows_from_position_rates(
     shipped: Grid, method: str, k: int
 ) -> None:
     cell = shipped.at(method, 11, 1)
@@ -143,14 +143,14 @@ def test_the_acceptance_of_another_k_is_read_off_the_positions(
         predict_acceptance(shipped, cell, 12)
 
 
-def test_a_million_tokens() -> None:
+def test_cost_of_a_million_tokens() -> None:
     assert cost_per_million(1000, 3.6) == pytest.approx(1.0) and cost_per_million(0, 3.6) == float(
         "inf"
     )
     assert Terms(3.6, gpus=2, busy=0.5).cost_per_million(1000) == pytest.approx(4.0)
 
 
-def test_how_many_gpus() -> None:
+def test_number_of_gpus() -> None:
     by_form = {
         (o.cell.variant, o.cell.k, o.cell.concurrency): o
         for o in measured_offers(small(), Terms(2.0, gpus=2, load=1000))
@@ -168,10 +168,10 @@ def test_how_many_gpus() -> None:
     )
     assert Terms(1, users=17).replicas(1e9, 8) == 3 and Terms(1, users=16).replicas(1e9, 8) == 2
     assert Terms(1, load=1000, busy=0.5).replicas(500, 8) == 4 and Terms(1).replicas(500, 8) is None
-    assert Terms(1, load=1000, users=80).replicas(500, 8) == 10  # whichever asks for more
+    assert Terms(1, load=1000, users=80).replicas(500, 8) == 10  # the larger of both requirements
 
 
-def test_a_limit_decides_what_is_cheapest_by_method() -> None:
+def test_the_cheapest_offer_of_a_method_depends_on_the_tpot_limit() -> None:
     free, bound = (
         measured_offers(small(), Terms(1.0)),
         measured_offers(small(), Terms(1.0, tpot_ms=10)),
@@ -188,12 +188,12 @@ def test_a_limit_decides_what_is_cheapest_by_method() -> None:
     assert [o.cell.k for o in best_ks(free) if o.cell.concurrency == 1] == [0, 3]
 
 
-def test_the_front_is_of_one_method() -> None:
+def test_the_pareto_front_of_one_method() -> None:
     kept = pareto_front(
         o for o in measured_offers(small(), Terms(1.0)) if o.cell.variant == "p-eagle"
     )
     assert [(o.cell.k, o.cell.concurrency) for o in kept] == [(3, 1), (3, 8)], (
-        "K=5 is slower and dearer than K=3"
+        "K=5 is slower and more expensive than K=3"
     )
     drawn = cost_figure(measured_offers(small(), Terms(3.6)))
     assert [line.label for line in drawn.lines] == ["none", "P-EAGLE"]
@@ -203,7 +203,7 @@ def test_the_front_is_of_one_method() -> None:
 @pytest.mark.parametrize(
     "wrong", [("price", 0), ("gpus", 0), ("busy", 1.1), ("tpot_ms", 0), ("load", -5)]
 )
-def test_terms_that_cannot_be(wrong: tuple[str, Any]) -> None:
+def test_invalid_terms_are_refused(wrong: tuple[str, Any]) -> None:
     with pytest.raises(UserError, match=f"`{wrong[0]}`"):
         Terms(**{"price": 1.0} | dict([wrong]))
 
@@ -231,7 +231,7 @@ def test_the_table_fits_a_terminal() -> None:
     assert "GPUs" in text and "an hour" in text
 
 
-def test_json(tmp_path: Path) -> None:
+def test_json_output(tmp_path: Path) -> None:
     file = write(tmp_path, result(ks=(3, 7), concurrency=(1, 8)))
     content = json.loads(run(file, "--price", 3.6, "--load", 1e5, "--json"))
     assert (
@@ -250,7 +250,7 @@ def test_json(tmp_path: Path) -> None:
     ] == -(-1e5 // cheapest["per_gpu"])
 
 
-def test_by_hand() -> None:
+def test_numbers_given_as_options() -> None:
     content = json.loads(
         run("--price", 3.6, "--acceptance", 3, "--step-ms", 12, "--concurrency", 8, "--json")
     )
@@ -260,7 +260,7 @@ def test_by_hand() -> None:
     assert "1.00" in run("--price", 3.6, "--tokens-per-second", 1000)
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_a_figure_is_written(tmp_path: Path) -> None:
     run(H200, "--price", "4.98", "--plot", tmp_path / "a" / "cost.png")
     assert (tmp_path / "a" / "cost.png").read_bytes().startswith(b"\x89PNG")
 
@@ -279,18 +279,18 @@ def test_a_picture(tmp_path: Path) -> None:
         ([H200, "--price", 1, "--set", "nothing"], "humaneval"),
     ],
 )
-def test_mistakes_are_told(asked: list[object], words: str) -> None:
+def test_mistakes_are_reported(asked: list[object], words: str) -> None:
     assert words in run(*asked, code=2)
     assert "Missing option '--price'" in run(H200, code=2)
 
 
-def test_several_machines_have_no_one_price(tmp_path: Path) -> None:
+def test_one_price_for_several_machines_is_refused(tmp_path: Path) -> None:
     write(tmp_path, result("a"))
     write(tmp_path, result("b", gpu=True))
     assert "one file" in run(tmp_path, "--price", 1, code=2)
 
 
-def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documentation_shows_the_output_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "scale.md").read_text()
     examples = re.findall(
