@@ -53,9 +53,8 @@ def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     share_between_workers(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
-shared_target = cache(
-    make_target
-)  # The order of the parameters does not matter: one target is built for all of them.
+# The order of the parameters does not matter: one target is built for all of them.
+shared_target = cache(make_target)
 
 
 @pytest.fixture(scope="session", params=list(CONFIGS))

@@ -14,10 +14,8 @@ from tests.support.models.gguf_files import random_blocks
 pytestmark = [pytest.mark.arm, pytest.mark.usefixtures("cpu_level")]
 N, K = 50, 512
 PARTIAL_K = 504  # not a multiple of the block size 32
-ROWS = (
-    9,
-    40,
-)  # Few rows: blocks are widened in registers. Many rows: chunks are widened once for all of them.
+# Few rows: blocks are widened in registers. Many rows: chunks are widened once for all rows.
+ROWS = (9, 40)
 BLOCKS = (*BLOCK_FORMATS, "MXFP4")
 MIXED = ("Q4_K", "Q6_K", "Q8_0")
 EXACT, ROUNDED = 1e-4, 0.02  # tolerances, relative to the largest output

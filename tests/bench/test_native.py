@@ -62,9 +62,8 @@ def test_metrics_of_a_run() -> None:
     assert plain.spec_decode_acceptance_length is None
     assert plain.drafter_share == 0
     starts = sorted(record.start for record in run.records)
-    assert (
-        starts[1] < min(record.arrivals[-1] for record in run.records) < starts[2]
-    )  # never more than two users
+    # never more than two users
+    assert starts[1] < min(record.arrivals[-1] for record in run.records) < starts[2]
 
 
 @pytest.mark.parametrize("k", [3, "auto"])
@@ -119,10 +118,8 @@ def test_a_different_answer_is_reported_with_its_margin() -> None:
     )
     all_records = [changed if record is wrong else record for record in records]
     result = check_answers(all_records, records, margin)
-    assert (result.compared, result.identical) == (
-        7,
-        6,
-    )  # The following turn has a different prompt and is not compared.
+    # The following turn has a different prompt and is not compared.
+    assert (result.compared, result.identical) == (7, 6)
     [difference] = result.differences
     assert (difference.task, difference.turn, difference.position) == ("2", 0, 4)
     assert difference.margin is not None and difference.margin > 0

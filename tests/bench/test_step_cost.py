@@ -162,9 +162,8 @@ def test_the_floor_without_expert_counts_is_marked(
 
 
 def test_the_step_time_is_that_of_the_fastest_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = iter(
-        [(9.0, 1.0), (50.0, 4.0), (80.0, 2.0), (65.0, 3.0)]
-    )  # The first run is the warm-up.
+    # The first run is the warm-up.
+    runs = iter([(9.0, 1.0), (50.0, 4.0), (80.0, 2.0), (65.0, 3.0)])
     real = step_cost.run_prompts
 
     def timed(*args: Any) -> tuple[float, float]:

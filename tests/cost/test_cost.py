@@ -111,9 +111,8 @@ def test_what_if_scales_throughput_and_tpot() -> None:
         "mean_tpot_ms": 5.0,
         "per_user_throughput": 100.0,
     }
-    cell = make_cell(
-        "p-eagle", 3, 1, 100.0, **more
-    )  # The model predicts 200 tokens/s, so half of the time is spent between steps.
+    # The model predicts 200 tokens/s, so half of the time is spent between steps.
+    cell = make_cell("p-eagle", 3, 1, 100.0, **more)
     grid = Grid([cell])
     same, twice = what_if(grid, cell, 3), what_if(grid, cell, 3, 4.0)
     assert same.throughput == pytest.approx(100) and twice.throughput == pytest.approx(
