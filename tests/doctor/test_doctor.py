@@ -1,4 +1,4 @@
-"""`peagle doctor`: facts about this machine, and why better kernels do not run."""
+"""`peagle doctor`: facts about this machine, and reasons for slower kernels."""
 
 import json
 from dataclasses import replace
@@ -24,8 +24,8 @@ TIMES = {name: dict.fromkeys(ROW_COUNTS, 1.5) for name in ("float32", "bfloat16"
 
 
 @pytest.fixture(autouse=True)
-def quick_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are not timed; the compiled kernels stay where they are."""
+def without_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use fixed times instead of measuring weights, and the kernels that are already compiled."""
     library_state = cpu.library.kernel_state()
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     monkeypatch.setattr(precision, "kernel_state", lambda: library_state)
@@ -37,7 +37,7 @@ def reasons(state: str, facts: CpuFacts, **environment: str) -> list[str]:
     return [limit.reason for limit in limitations(state, facts, environment)]
 
 
-def test_json() -> None:
+def test_json_output() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
@@ -49,7 +49,7 @@ def test_json() -> None:
     assert facts["software"]["versions"]["torch"] == torch.__version__
 
 
-def test_text() -> None:
+def test_text_output() -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     for word in ("CPU", "kernels", "dtype auto", "GPU", "memory", "disk", "versions", "OpenMP"):
@@ -67,13 +67,13 @@ def test_the_best_machine_has_no_limitation() -> None:
     assert "the best that there are" in dict(report.kernel_lines(cpu.KernelFacts("c", {}, ())))[""]
 
 
-def test_a_missing_compiler_is_named_with_its_fix() -> None:
+def test_a_missing_compiler_is_reported_with_a_fix() -> None:
     (limit,) = limitations("pytorch: no C compiler found (gcc 9 or newer, or clang)", AVX512, {})
     assert "no C compiler" in limit.reason and limit.fix and "apt install gcc" in limit.fix
     assert "PyTorch" in limit.loss
 
 
-def test_settings_that_slow_down_are_named() -> None:
+def test_slow_settings_are_reported() -> None:
     state = "pytorch: PEAGLE_NATIVE=0"
     assert reasons(state, AVX512, PEAGLE_NATIVE="0") == ["PEAGLE_NATIVE=0"]
     assert reasons("c, avx2", AVX512, PEAGLE_CPU_LEVEL="avx2") == ["PEAGLE_CPU_LEVEL=avx2"]
@@ -94,18 +94,18 @@ def test_settings_that_slow_down_are_named() -> None:
         (("asimd", "asimddp", "bf16"), []),
     ],
 )
-def test_missing_instructions_are_named(flags: tuple[str, ...], expected: list[str]) -> None:
+def test_missing_cpu_instructions_are_reported(flags: tuple[str, ...], expected: list[str]) -> None:
     facts = replace(AVX512, flags=flags)
     assert reasons("c, x", facts) == [f"this CPU has no {flag}" for flag in expected]
 
 
-def test_why_there_is_no_gpu() -> None:
+def test_reasons_for_a_missing_gpu() -> None:
     assert "no NVIDIA driver" in gpu.missing_reason(None, None)
     assert "built without CUDA" in gpu.missing_reason("580.1", None)
     assert "driver 580.1" in gpu.missing_reason("580.1", "13.0")
 
 
-def test_memory_is_that_of_the_container(tmp_path: Path) -> None:
+def test_memory_limits_of_the_container_are_used(tmp_path: Path) -> None:
     meminfo, limit, use = (tmp_path / name for name in ("meminfo", "limit", "use"))
     meminfo.write_text("MemTotal:  8000 kB\nMemAvailable:  6000 kB\nHugePages_Total: 0\n")
     plain = memory_facts(meminfo, limit, use)
@@ -152,8 +152,8 @@ def test_examine_downloads_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "targets").exists()
 
 
-def test_times_of_other_shapes_are_marked(tmp_path: Path) -> None:
-    """Those of a pair that is not pulled, or whose config is not Llama-like."""
+def test_times_of_substitute_shapes_are_marked(tmp_path: Path) -> None:
+    """Other shapes are timed if the pair is not pulled, or if its config is not Llama-like."""
     absent = examine(find_pair("qwen3-8b"))
     assert absent.as_dict()["auto"]["note"] == "not pulled: times of SmolLM2-135M's shapes"
     assert f"for qwen3-8b ({absent.shapes_note});" in dict(absent.lines())["dtype auto"]

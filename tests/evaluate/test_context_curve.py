@@ -1,4 +1,4 @@
-"""`peagle evaluate --context`: the table, the record, the figure and the card, on a tiny pair."""
+"""`peagle evaluate --context`: table, record, figure and model card, with a tiny pair."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def command(tiny: Path, *args: object, code: int = 0) -> str:
     return run("evaluate", tiny / "target", *drafter, *where, *options, *args, code=code)
 
 
-def test_lengths() -> None:
+def test_context_lengths_are_parsed() -> None:
     assert parse_lengths("8k,512, 1K,512") == (512, 1024, 8192)
 
 
@@ -51,7 +51,7 @@ def test_record_and_figure(tiny: Path, tmp_path: Path) -> None:
         assert point["acceptance_length"] == round(1 + point["accepted"] / point["drafts"], 4)
 
 
-def test_the_record_tells_that_the_drafter_is_as_in_vllm(tiny: Path) -> None:
+def test_the_record_has_the_option_as_vllm(tiny: Path) -> None:
     assert json.loads(command(tiny, "--json", "--as-vllm"))["as_vllm"] is True
     assert "as_vllm" not in json.loads(command(tiny, "--json"))
 
@@ -82,7 +82,7 @@ def test_a_window_longer_than_the_context_changes_nothing(tiny: Path) -> None:
         assert (one["accepted"], one["drafts"]) == (other["accepted"], other["drafts"])
 
 
-def test_card(tiny: Path, tmp_path: Path) -> None:
+def test_the_model_card_is_updated(tiny: Path, tmp_path: Path) -> None:
     card = tmp_path / "README.md"
     card.write_text("# A drafter\n\ntext\n\n## Commands\n\nrest\n")
     command(tiny, "--card", tmp_path)
@@ -97,8 +97,8 @@ def test_card(tiny: Path, tmp_path: Path) -> None:
     assert second.endswith("\n\n## More\n\nlast\n")
 
 
-def test_trees_and_other_options_are_named(tiny: Path, tmp_path: Path) -> None:
-    """On the screen and in the card, so that a tree is not taken for a chain."""
+def test_options_are_shown(tiny: Path, tmp_path: Path) -> None:
+    """The output and the model card state the options, so that trees differ from chains."""
     card = tmp_path / "README.md"
     card.write_text("# A drafter\n")
     options = ("--set", "gsm8k", "--context", "64", "--limit", 1, "--card", tmp_path)
@@ -113,7 +113,7 @@ def test_trees_and_other_options_are_named(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_questions_that_do_not_fit_are_skipped(tiny: Path, tmp_path: Path) -> None:
-    """The example of the README has such a task at 512 tokens."""
+    """The set of the README example contains such a question for a context of 512 tokens."""
     long = json.dumps({"turns": [" ".join(["w7"] * 100)]})
     short = [json.dumps({"turns": [f"w{20 + i} w7"]}) for i in range(8)]
     (tmp_path / "mixed.jsonl").write_text("\n".join([long, *short, long]))

@@ -39,7 +39,7 @@ def loaded(tiny: Path) -> LoadedPair:
     return load(str(tiny / "target"), drafter=tiny / "p-eagle", dtype="float32", device="cpu")
 
 
-def test_counts_by_hand() -> None:
+def test_counts_of_known_steps() -> None:
     """Two answers' steps in one list: 4 drafts, 6 accepted, so 1 + 6/4, whatever each answer's
     own length is.
     """
@@ -58,7 +58,7 @@ def test_counts_by_hand() -> None:
     assert found.accepted_per_position == (3 / 4, 2 / 4, 1 / 3)
 
 
-def test_nothing_drafted() -> None:
+def test_counts_without_drafts() -> None:
     found = summarize([Step((1,))], 2)
     assert (found.acceptance_length, found.accepted_per_position, found.tokens) == (
         1.0,
@@ -91,7 +91,7 @@ def test_trees_by_depth(loaded: LoadedPair) -> None:
     assert (trees.as_dict()["tree"], chains.as_dict()["tree"]) == (12, 0)
 
 
-def test_mean_gives_every_set_the_same_weight() -> None:
+def test_the_mean_weights_all_sets_equally() -> None:
     small, large = (
         SetResult(3, 1, 3, 2, 9, (), set="small"),
         SetResult(3, 100, 300, 100, 900, (), set="large"),
@@ -124,14 +124,14 @@ def test_later_turns_see_the_earlier_ones(
 
 
 def test_every_set_k_and_temperature(loaded: LoadedPair) -> None:
-    told: list[str] = []
-    found = evaluate(loaded, {"x": TASKS, "y": TASKS[:1]}, SETTINGS, advance=told.append)
+    advanced: list[str] = []
+    found = evaluate(loaded, {"x": TASKS, "y": TASKS[:1]}, SETTINGS, advance=advanced.append)
     key = [(result.set, result.temperature, result.k) for result in found.results]
     assert key == [(name, t, k) for name in "xy" for t in (0.0, 1.0) for k in (3, 5)]
-    assert len(told) == 3 * 4
+    assert len(advanced) == 3 * 4
     assert found.results[0].tasks == 2
     for k3, k5 in zip(found.results[::2], found.results[1::2], strict=True):
-        assert k3.tokens == k5.tokens  # lossless: the answers do not depend on K
+        assert k3.tokens == k5.tokens  # Drafting is lossless: the answers do not depend on K.
         assert len(k5.accepted_per_position) == 5
     again = evaluate(loaded, {"x": TASKS, "y": TASKS[:1]}, SETTINGS)
     assert [replace(r, seconds=0.0) for r in again.results] == [
@@ -157,7 +157,7 @@ def test_each_task_and_turn_has_its_own_seed(
     assert len(set(seeds[:3])) == 3
 
 
-def test_what_does_not_fit_the_context_is_skipped(loaded: LoadedPair) -> None:
+def test_prompts_that_do_not_fit_the_context_are_skipped(loaded: LoadedPair) -> None:
     tasks = [Task("long", ("w7 " * 300,)), Task("half", ("w6", "w8 " * 300, "w9"))]
     lines: list[str] = []
     found = measure(loaded, "x", tasks, 3, 0.0, SETTINGS, lines.append)
@@ -167,12 +167,12 @@ def test_what_does_not_fit_the_context_is_skipped(loaded: LoadedPair) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--jump"]])
-def test_a_set_of_which_no_prompt_fits_is_an_error(tiny: Path, data: Path, more: list[str]) -> None:
+def test_a_set_without_fitting_prompts_is_an_error(tiny: Path, data: Path, more: list[str]) -> None:
     long = {"id": 0, "turns": ["w7 " * 300]}
     (data / "long.jsonl").write_text(json.dumps(long) + "\n")
-    told = command(tiny, data, "--set", f"gsm8k,{data / 'long.jsonl'}", *more, code=2)
-    assert "no prompt of long fits the context of 256 tokens: give a set with shorter" in told
-    assert told.strip().count("\n") == 0
+    message = command(tiny, data, "--set", f"gsm8k,{data / 'long.jsonl'}", *more, code=2)
+    assert "no prompt of long fits the context of 256 tokens: give a set with shorter" in message
+    assert message.strip().count("\n") == 0
     with (data / "long.jsonl").open("a") as file:
         file.write(json.dumps({"id": 1, "turns": ["w7 w8"]}) + "\n")
     found = json.loads(command(tiny, data, "--set", data / "long.jsonl", "--json", *more))
@@ -189,7 +189,7 @@ def test_a_set_of_which_no_prompt_fits_is_an_error(tiny: Path, data: Path, more:
         ({"seed": -1}, "seed must be"),
     ],
 )
-def test_settings(wrong: dict, words: str) -> None:
+def test_invalid_settings_are_refused(wrong: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         EvaluateSettings(**{"ks": (3,)} | wrong)
 
@@ -258,8 +258,8 @@ def test_json(tiny: Path, data: Path) -> None:
     assert found["mean"][0]["acceptance_length"] == pytest.approx(sum(lengths) / 2, abs=1e-4)
 
 
-def both(tiny: Path, data: Path, *args: object) -> tuple[str, str]:
-    """stdout and stderr"""
+def run_both(tiny: Path, data: Path, *args: object) -> tuple[str, str]:
+    """Return stdout and stderr."""
     where = [
         "evaluate",
         tiny / "target",
@@ -278,14 +278,14 @@ def both(tiny: Path, data: Path, *args: object) -> tuple[str, str]:
 
 
 def test_table_and_warning(tiny: Path, data: Path) -> None:
-    shown = command(tiny, data)  # the pair's own K
+    shown = command(tiny, data)  # with the K of the pair
     assert "K=7" in shown
     assert all(
         name in shown for name in ("mt_bench", "gsm8k", "mean", "greedy", "accepted by position")
     )
-    shown, told = both(tiny, data, "--drafter", tiny / "eagle3", "--temperature", 0.5)
+    shown, message = run_both(tiny, data, "--drafter", tiny / "eagle3", "--temperature", 0.5)
     assert "eagle3, temperature 0.5" in shown
-    assert "the eagle3 drafter of this pair is untrained" in told
+    assert "the eagle3 drafter of this pair is untrained" in message
 
 
 MISTAKES = {
@@ -311,15 +311,15 @@ MISTAKES = {
 def test_mistakes_are_one_line_and_code_2(
     tiny: Path, data: Path, args: list[str], words: str
 ) -> None:
-    told = command(tiny, data, *(arg.format(data=data) for arg in args), code=2)
-    assert words in told
-    assert told.count("\n") == 1
+    message = command(tiny, data, *(arg.format(data=data) for arg in args), code=2)
+    assert words in message
+    assert message.count("\n") == 1
 
 
-def test_broken_lines_are_told(tiny: Path, data: Path) -> None:
+def test_broken_lines_are_reported(tiny: Path, data: Path) -> None:
     path = data / "gsm8k.jsonl"
     path.write_text("{\n" + path.read_text())
-    assert "gsm8k.jsonl:1: skipped" in both(tiny, data, "--drafter", tiny / "p-eagle")[1]
+    assert "gsm8k.jsonl:1: skipped" in run_both(tiny, data, "--drafter", tiny / "p-eagle")[1]
 
 
 def test_help_has_an_example() -> None:

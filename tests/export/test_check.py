@@ -1,4 +1,4 @@
-"""`peagle check` finds every fault it promises to find."""
+"""`peagle check` finds faults in checkpoints of drafters."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def folder(target: Target, tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def test_a_good_one_passes_and_its_drafts_are_proven(folder: Path, target: Target) -> None:
+def test_a_valid_drafter_passes_with_identical_drafts(folder: Path, target: Target) -> None:
     by_level = levels(check(folder, target))
     assert by_level["error"] == []
     assert by_level["warning"] == ["the drafter is untrained: its drafts are noise"]
@@ -95,7 +95,7 @@ def test_config_faults(folder: Path, target: Target, spoil, words: str) -> None:
     assert any(words in text for text in levels(check(folder, target))["error"])
 
 
-def test_absent_aux_ids_are_pointed_out(target: Target, tmp_path: Path) -> None:
+def test_absent_aux_ids_are_a_warning(target: Target, tmp_path: Path) -> None:
     aws_layout(make_drafter(target, "p-eagle", 4), tmp_path / "d")
     by_level = levels(check(tmp_path / "d", target))
     assert any("no aux layer ids" in text for text in by_level["warning"])
@@ -103,14 +103,14 @@ def test_absent_aux_ids_are_pointed_out(target: Target, tmp_path: Path) -> None:
     assert by_level["error"] == []
 
 
-def test_an_ordinary_token_is_no_mask(real) -> None:
+def test_a_used_token_cannot_be_the_mask(real) -> None:
     assert "ordinary" in (used_token(real.target, 5000) or "")
     assert "chat template" in (used_token(real.target, 1) or "")
     assert used_token(real.target, 16) is None
 
 
 def test_rows_without_a_token_may_be_masks() -> None:
-    """GGUF files name them [PADn]; text that only looks so is a token."""
+    """GGUF files name unused rows [PADn]; such a name with another id is an ordinary token."""
     names = {5: "[PAD5]", 6: "[PAD5]"}
     tokenizer = SimpleNamespace(
         convert_ids_to_tokens=names.get,
@@ -123,7 +123,7 @@ def test_rows_without_a_token_may_be_masks() -> None:
     assert "ordinary" in (used_token(target, 6) or "")
 
 
-def test_without_a_target_a_small_context_is_doubted(tmp_path: Path) -> None:
+def test_a_small_context_without_a_target_is_a_warning(tmp_path: Path) -> None:
     target = make_target(max_position_embeddings=2048)
     export(make_drafter(target, "eagle3", 1), tmp_path / "d", "speculators", 5, VERIFIER)
     assert any("only 2048" in text for text in levels(check(tmp_path / "d"))["warning"])

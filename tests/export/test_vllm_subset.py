@@ -1,4 +1,4 @@
-"""Parts that vLLM lacks are left out and reported, or the drafter is refused."""
+"""Parts that vLLM does not support are left out and reported, or the drafter is refused."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ VERIFIER = VerifierConfig("tiny", ["LlamaForCausalLM"])
 MORE = {"dependency": 8, "confidence": True, "calibration": (0.9, 0.8, 0.7)}
 
 
-def shaken(target: Target, draft_vocab: int | None = None, **switches: object) -> Drafter:
-    """No tensor is at its start: a dependency corrects."""
+def random_drafter(target: Target, draft_vocab: int | None = None, **switches: object) -> Drafter:
+    """A drafter with random changes to all tensors, so that each part has an effect."""
     drafter = make_drafter(target, "p-eagle", 2, draft_vocab, **switches)
     generator = torch.Generator().manual_seed(0)
     for parameter in drafter.parameters():
@@ -38,8 +38,8 @@ def shaken(target: Target, draft_vocab: int | None = None, **switches: object) -
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 40])
-def test_the_plain_rows_remain(target: Target, draft_vocab: int | None):
-    drafter = shaken(target, draft_vocab, **MORE)
+def test_the_subset_keeps_the_other_tensors(target: Target, draft_vocab: int | None):
+    drafter = random_drafter(target, draft_vocab, **MORE)
     plain = vllm_subset(drafter)
     assert plain.config == replace(drafter.config, dependency=0, confidence=False, calibration=())
     assert drafter.config.dependency == 8 and any(
@@ -51,10 +51,10 @@ def test_the_plain_rows_remain(target: Target, draft_vocab: int | None):
     assert set(plain.state_dict()) == names
     assert all(torch.equal(plain.state_dict()[name], drafter.state_dict()[name]) for name in names)
     same, total = same_drafts(drafter, plain, 5)
-    assert same < total, "the dependency corrected something"
+    assert same < total, "the dependency changes some drafts"
 
 
-def test_a_plain_drafter_is_left_as_it_is(target: Target):
+def test_a_plain_drafter_is_unchanged(target: Target):
     drafter = make_drafter(target, "p-eagle", 2, fc_norm=True)
     assert (
         vllm_subset(drafter) is drafter
@@ -64,8 +64,8 @@ def test_a_plain_drafter_is_left_as_it_is(target: Target):
 
 
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
-def test_an_export_without_what_vllm_lacks(target: Target, tmp_path: Path, to: str):
-    drafter = shaken(target, 40, **MORE)
+def test_an_export_omits_unsupported_parts(target: Target, tmp_path: Path, to: str):
+    drafter = random_drafter(target, 40, **MORE)
     export(drafter, tmp_path / "d", to, 5, VERIFIER)  # type: ignore[arg-type]
     read = checkpoint.read(tmp_path / "d")
     assert read.problems() == [] and left_out_parts(read.config) == []
@@ -83,7 +83,9 @@ def test_an_export_without_what_vllm_lacks(target: Target, tmp_path: Path, to: s
         ("refinement", "the refinement passes"),
     ],
 )
-def test_what_changes_every_row_is_refused(target: Target, tmp_path: Path, switch: str, words: str):
+def test_parts_that_change_every_row_are_refused(
+    target: Target, tmp_path: Path, switch: str, words: str
+):
     on, off = (1, "0") if switch == "refinement" else (True, "false")
     drafter = make_drafter(target, "p-eagle", 2, **{switch: on})
     with pytest.raises(UserError, match=f"{words}.*train one with {switch} = {off}"):
@@ -91,7 +93,7 @@ def test_what_changes_every_row_is_refused(target: Target, tmp_path: Path, switc
     assert not (tmp_path / "d").exists()
 
 
-def test_five_taps_are_served(target: Target, tmp_path: Path):
+def test_five_taps_are_exported(target: Target, tmp_path: Path):
     config = config_for(
         target, "p-eagle", 2, (1, 2, 3, 5, 6), MASK, norm_before_fc=True, fc_norm=True
     )
@@ -100,12 +102,12 @@ def test_five_taps_are_served(target: Target, tmp_path: Path):
     assert checkpoint.read(tmp_path / "d").config.aux_layer_ids == (1, 2, 3, 5, 6)
 
 
-def test_check_tells_what_is_left_out(target: Target, tmp_path: Path):
-    compact.save(shaken(target, **MORE), tmp_path / "d", target)
+def test_check_reports_left_out_parts(target: Target, tmp_path: Path):
+    compact.save(random_drafter(target, **MORE), tmp_path / "d", target)
     findings = [(finding.level, finding.text) for finding in check(tmp_path / "d", target)]
     assert ("warning", subset_notice(checkpoint.read(tmp_path / "d").config)) in findings
     assert sum("56 of 56 drafts identical" in text for _, text in findings) == 2
-    compact.save(shaken(target, inject=True), tmp_path / "e", target)
+    compact.save(random_drafter(target, inject=True), tmp_path / "e", target)
     assert any("taps in every layer" in finding.text for finding in check(tmp_path / "e", target))
 
 
@@ -113,8 +115,8 @@ def test_check_tells_what_is_left_out(target: Target, tmp_path: Path):
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tiny_folder(tmp_path_factory.mktemp("lacking"))
     target = load(str(root / "target"), device="cpu", dtype="float32").target
-    compact.save(shaken(target, **MORE), root / "more", target)
-    compact.save(shaken(target, inject=True), root / "injected", target)
+    compact.save(random_drafter(target, **MORE), root / "more", target)
+    compact.save(random_drafter(target, inject=True), root / "injected", target)
     write_set(root / "humaneval.jsonl", 3)
     return root
 
@@ -127,7 +129,7 @@ def run(*words: object, code: int = 0):
 
 @pytest.mark.parametrize("options", [[], ["--jump"]])
 def test_evaluate_as_vllm(tiny: Path, tmp_path: Path, options: list[str]):
-    """What decoding the exported drafter gives."""
+    """`--as-vllm` gives the same counts as the exported drafter."""
     given = [
         "evaluate",
         tiny / "target",
@@ -142,17 +144,17 @@ def test_evaluate_as_vllm(tiny: Path, tmp_path: Path, options: list[str]):
     ]
     given += ["--device", "cpu", "--dtype", "float32", "--json"]
     run("export", tiny / "more", tmp_path / "d", "--target", tiny / "target", "--dtype", "float32")
-    as_it_would = run(*given, "--drafter", tiny / "more", "--as-vllm")
-    subset = json.loads(as_it_would.stdout)
+    as_vllm = run(*given, "--drafter", tiny / "more", "--as-vllm")
+    subset = json.loads(as_vllm.stdout)
     exported = json.loads(run(*given, "--drafter", tmp_path / "d").stdout)
-    assert "left out" in as_it_would.stderr and subset["as_vllm"] and "as_vllm" not in exported
+    assert "left out" in as_vllm.stderr and subset["as_vllm"] and "as_vllm" not in exported
     counts = [(result["drafts"], result["accepted"]) for result in subset["results"]]
     assert counts == [(result["drafts"], result["accepted"]) for result in exported["results"]]
     refused = run(*given, "--drafter", tiny / "injected", "--as-vllm", code=2)
     assert "train one with inject = false" in refused.stderr
 
 
-def test_export_tells_what_is_left_out(tiny: Path, tmp_path: Path):
+def test_export_reports_left_out_parts(tiny: Path, tmp_path: Path):
     given = ["export", tiny / "more", tmp_path / "d", "--target", tiny / "target"]
     result = run(*given)
     assert "dependency and confidence and calibration" in result.stderr
@@ -165,7 +167,7 @@ def test_export_tells_what_is_left_out(tiny: Path, tmp_path: Path):
     assert "inject = false" in run("export", tiny / "injected", tmp_path / "e", code=2).stderr
 
 
-def test_deploy_tells_what_is_left_out(tiny: Path):
+def test_deploy_reports_left_out_parts(tiny: Path):
     assert (
         subset_notices(tiny / "p-eagle") == [] and "dependency" in subset_notices(tiny / "more")[0]
     )

@@ -1,4 +1,4 @@
-"""Grammars that never end, fill the memory or overflow the stack do no harm to their caller."""
+"""Grammars that compile forever, fill memory or overflow the stack do not affect their caller."""
 
 import os
 import signal
@@ -27,13 +27,13 @@ def probe() -> Iterator[GrammarProbe]:
 
 
 def children(pid: int | None) -> list[str]:
-    """The processes that a process has started."""
+    """The child processes of a process."""
     command = ["ps", "--no-headers", "-o", "pid", "--ppid", str(pid)]
     return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
 def trial_seconds(probe: GrammarProbe) -> float:
-    """CPU time of the trials that have ended."""
+    """CPU time of the finished trials."""
     fields = Path(f"/proc/{probe.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
@@ -41,12 +41,12 @@ def trial_seconds(probe: GrammarProbe) -> float:
 def until_idle(probe: GrammarProbe) -> None:
     end = time.monotonic() + 60
     while children(probe.pid):
-        assert time.monotonic() < end, "a trial goes on"
+        assert time.monotonic() < end, "a trial still runs"
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("kind", ["rules", "references"])  # Others: tests/abuse.
-def test_bombs(probe: GrammarProbe, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["rules", "references"])  # tests/abuse sends the other kinds.
+def test_bombs_are_refused(probe: GrammarProbe, kind: str) -> None:
     grammar, reason = PROBE_BOMBS[kind]
     with pytest.raises(UserError, match=reason):
         probe.check(grammar)
@@ -54,7 +54,7 @@ def test_bombs(probe: GrammarProbe, kind: str) -> None:
     assert not probe.check(Grammar.regex("ab")).problem
 
 
-def test_what_is_accepted_can_be_compiled(probe: GrammarProbe) -> None:
+def test_accepted_grammars_can_be_compiled(probe: GrammarProbe) -> None:
     compiler = GrammarCompiler(bound_pair().target)
     for grammar in (
         Grammar.json({"type": "integer", "multipleOf": MAX_MULTIPLE - 1}),
@@ -80,7 +80,7 @@ def test_what_is_accepted_can_be_compiled(probe: GrammarProbe) -> None:
         (Grammar.regex("\ud800"), "surrogates"),
     ],
 )
-def test_bad_grammars(probe: GrammarProbe, grammar: Grammar, word: str) -> None:
+def test_invalid_grammars_are_refused(probe: GrammarProbe, grammar: Grammar, word: str) -> None:
     with pytest.raises(UserError, match=word):
         probe.check(grammar)
 
@@ -91,17 +91,17 @@ def test_memory_is_measured(probe: GrammarProbe) -> None:
     assert small < 1 << 20 < large < 1 << 26
 
 
-def test_canceled(probe: GrammarProbe) -> None:
+def test_a_canceled_trial_ends(probe: GrammarProbe) -> None:
     probe.check(Grammar.regex("ab"))
     assert probe.pid is not None
     before = trial_seconds(probe)
-    os.kill(probe.pid, signal.SIGSTOP)  # It reads both messages at once.
+    os.kill(probe.pid, signal.SIGSTOP)  # The process then reads both messages at once.
     report = probe.submit(Grammar("lark", RULES))
     report.cancel()
     os.kill(probe.pid, signal.SIGCONT)
     probe.check(Grammar.regex("ab"))
     until_idle(probe)
-    assert trial_seconds(probe) - before < 0.5  # It has not ended by itself.
+    assert trial_seconds(probe) - before < 0.5  # The trial was stopped before its own time limit.
     with pytest.raises(CancelledError):
         report.result()
 
@@ -110,7 +110,7 @@ def test_a_killed_process_is_replaced(probe: GrammarProbe) -> None:
     probe.check(Grammar.regex("ab"))
     pid = probe.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # The trial must not end before.
+    os.kill(pid, signal.SIGSTOP)  # The trial must not end before the kill.
     report = probe.submit(Grammar("lark", RULES))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ProbeDied):
@@ -126,7 +126,7 @@ def test_close_ends_process_and_threads() -> None:
     pid = probe.pid
     probe.close()
     for report in reports:
-        with pytest.raises(ProbeDied):  # After the end of a trial, there would be a result.
+        with pytest.raises(ProbeDied):  # A finished trial would have a result.
             report.result(timeout=60)
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
@@ -139,7 +139,7 @@ def test_close_ends_process_and_threads() -> None:
 
 
 def test_the_process_ends_with_its_parent() -> None:
-    """Also when the parent is killed, and while a trial runs."""
+    """The process ends even if the parent is killed while a trial runs."""
     program = """
 import os, sys, time
 from peagle.grammar import Grammar, GrammarCompiler
@@ -161,7 +161,7 @@ time.sleep(60)
     with parent.stdin:
         parent.stdin.write(vocabulary)
     pid, torch = parent.stdout.readline().split()
-    assert torch == "False", "the probe needs no torch"
+    assert torch == "False", "the probe must not import torch"
     parent.kill()
     parent.wait()
     end = time.monotonic() + 60
@@ -171,7 +171,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("value", [1, 0.01, 25, 2_500_000, 1e9, MAX_MULTIPLE, 0.0025])
-def test_multiples(value: float) -> None:
+def test_small_multiples_are_accepted(value: float) -> None:
     Grammar.json({"type": "number", "multipleOf": value}).check()
 
 
@@ -183,7 +183,7 @@ def test_large_multiples_are_refused(value: float) -> None:
             Grammar.json(schema).check()
 
 
-def test_names_and_data_are_no_multiples() -> None:
+def test_property_names_and_constants_are_not_checked_as_multiples() -> None:
     for schema in (
         {"properties": {"multipleOf": {"type": "integer"}}},
         {"enum": [{"multipleOf": 10_000_019}]},
@@ -195,7 +195,7 @@ def test_names_and_data_are_no_multiples() -> None:
 
 
 def test_live_memory_is_limited() -> None:
-    """Grammars held by requests count, also when the cache has dropped them."""
+    """Grammars in use by requests count towards the limit, even if the cache has evicted them."""
     compiler = GrammarCompiler(bound_pair().target, cache_bytes=100)
     grammars = [Grammar.regex(text) for text in ("a", "b", "c")]
     held = [compiler.compile_probed(grammar, grammar, 60) for grammar in grammars]
