@@ -1,4 +1,4 @@
-"""The dashboard and the alerts query existing metrics; images and the systemd unit are sound."""
+"""Dashboard and alerts query existing metrics; images and the systemd unit are secure."""
 
 import configparser
 import json
@@ -78,8 +78,8 @@ def names(expression: str) -> set[str]:
     return set(re.findall(r"(?<![\w.])[a-zA-Z_][\w:]*", bare)) - WORDS - LABELS
 
 
-def counted_right(expression: str) -> None:
-    """Counters and buckets only inside rate(), gauges never."""
+def check_rates(expression: str) -> None:
+    """Check that rate() is applied to counters and buckets, and never to gauges."""
     for name in names(expression):
         rated = f"rate({name}" in expression
         assert rated == (name not in GAUGES) or name.startswith("up"), expression
@@ -90,17 +90,17 @@ def dashboard() -> dict[str, Any]:
     return json.loads((DEPLOY / "grafana" / "peagle.json").read_text(encoding="utf-8"))
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(dashboard: dict[str, Any]) -> None:
+def test_the_dashboard_queries_existing_metrics(dashboard: dict[str, Any]) -> None:
     queries = [
         target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
     ]
     asked = set[str]().union(*map(names, queries))
     assert asked <= METRICS, asked - METRICS
     for query in queries:
-        counted_right(query)
+        check_rates(query)
         assert query.count("(") == query.count(")") and "$model" in query
     bases = {re.sub("_bucket$", "", name) for name in asked}
-    assert bases == COUNTERS | GAUGES | HISTOGRAMS  # and nothing of it is left out
+    assert bases == COUNTERS | GAUGES | HISTOGRAMS  # every metric is shown
 
 
 def test_the_dashboard_can_be_imported(dashboard: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def test_the_dashboard_can_be_imported(dashboard: dict[str, Any]) -> None:
         assert all(source == {"type": "prometheus", "uid": "${datasource}"} for source in sources)
 
 
-def test_the_dashboards_rows(dashboard: dict[str, Any]) -> None:
+def test_the_panels_of_the_dashboard_do_not_overlap(dashboard: dict[str, Any]) -> None:
     rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
     assert rows == [
         "Traffic",
@@ -141,7 +141,7 @@ def test_the_dashboards_rows(dashboard: dict[str, Any]) -> None:
         taken |= cells
 
 
-def test_alerts_ask_for_metrics_that_there_are() -> None:
+def test_alerts_query_existing_metrics() -> None:
     rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text(encoding="utf-8"))[
         "groups"
     ][0]["rules"]
@@ -162,13 +162,12 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_an_image_keeps_sagemakers_contract(kind: str) -> None:
+def test_an_image_meets_the_requirements_of_sagemaker(kind: str) -> None:
     text = (DEPLOY / "docker" / f"Dockerfile.{kind}").read_text(encoding="utf-8")
     lines = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", text)).splitlines()
     instructions = [tuple(line.split(maxsplit=1)) for line in lines if line]
-    last = dict(
-        pair for pair in instructions if len(pair) == 2
-    )  # the last of each instruction counts
+    # the last instruction of each kind is effective
+    last = dict(pair for pair in instructions if len(pair) == 2)
     assert last["EXPOSE"] == "8080" and json.loads(last["CMD"]) == ["serve"]
     assert json.loads(last["ENTRYPOINT"])
     assert last["USER"] not in ("root", "0")
@@ -191,16 +190,14 @@ def test_the_unit_is_hardened() -> None:
     ):
         assert service[key] == "yes"
     assert service["ProtectSystem"] == "strict" and service["DynamicUser"] == "yes"
-    assert (
-        "--api-key" not in service["ExecStart"]
-    )  # arguments can be read by everyone on the machine
-    assert int(service["TimeoutStopSec"]) > 25  # the drain comes first
-    assert (
-        service["KillMode"] == "mixed"
-    )  # and a signal to the whole group would end the workers under it
+    # arguments are visible to every user of the machine
+    assert "--api-key" not in service["ExecStart"]
+    assert int(service["TimeoutStopSec"]) > 25  # longer than the drain
+    # a signal to the whole group would end the workers before the server
+    assert service["KillMode"] == "mixed"
 
 
-def test_the_docs_and_the_unit_agree() -> None:
+def test_the_documentation_quotes_the_unit() -> None:
     unit = (DEPLOY / "systemd" / "peagle.service").read_text(encoding="utf-8")
     documented = re.findall(
         r"`((?:Restart|KillMode)=[\w-]+)`", (DEPLOY.parent / "docs" / "serve.md").read_text("utf-8")

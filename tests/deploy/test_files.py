@@ -44,7 +44,7 @@ def kinds(*without: str) -> Any:
 
 @kinds()
 @pytest.mark.parametrize("pair", PAIRS)
-def test_all_four_keys_for_every_pair(kind: str, pair: str) -> None:
+def test_every_speculative_config_has_all_keys(kind: str, pair: str) -> None:
     deployment = planned(kind, pair, gpu="H100")
     config = speculative_config(kind, rendered(kind, pair, gpu="H100"))
     assert set(config) == KEYS and config["method"] == "eagle3"
@@ -57,13 +57,13 @@ def test_all_four_keys_for_every_pair(kind: str, pair: str) -> None:
 
 
 @kinds()
-def test_no_secret_is_written_down(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "VLLM_API_KEY", "PEAGLE_API_KEY"):
         monkeypatch.setenv(name, "very-secret")
     files = rendered(kind)
     assert not any("very-secret" in text for text in files.values())
     assert "--api-key" not in " ".join(files.values()), (
-        "arguments can be parsed by everyone on the machine"
+        "arguments are visible to every user of the machine"
     )
     for text in files.values():
         for line in text.splitlines():
@@ -74,16 +74,18 @@ def test_no_secret_is_written_down(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @kinds()
-def test_rendered_twice_is_the_same(kind: str) -> None:
+def test_rendering_is_deterministic(kind: str) -> None:
     assert rendered(kind, **BIG) == rendered(kind, **BIG)
 
 
 @kinds("ray")
-def test_ports_agree_and_probes_ask_for_paths_that_there_are(kind: str) -> None:
+def test_ports_agree_and_probes_use_existing_paths(kind: str) -> None:
     files = rendered(kind, port=9000, gpu="H100")
     text = "\n".join(files.values())
     served = set(re.findall(r"(?:port|Port|PORT):?[-= ]+\"?(\d{4,5})\b|:(\d{4,5})[/:\"' ]", text))
-    ports = {number for pair in served for number in pair if number} - {"9090"}  # Prometheus' own
+    ports = {number for pair in served for number in pair if number} - {
+        "9090"
+    }  # the port of Prometheus
     assert ports == {"9000"}
     paths = set(re.findall(r"path: (/\S+)|:9000(/\w+)", text))
     probed = {path for pair in paths for path in pair if path} - {"/models"}
@@ -91,12 +93,12 @@ def test_ports_agree_and_probes_ask_for_paths_that_there_are(kind: str) -> None:
         "vllm": {"/metrics"},
         "helm": {"/health"},
         "skypilot": {"/health"},
-    }  # other components do the rest
+    }  # Other components scrape metrics or check health.
     assert probed == expected.get(kind, {"/health", "/metrics"}) and probed <= routes()
 
 
 def routes() -> set[str]:
-    """The routes of our server, which are vLLM's (tests/vllm checks vLLM itself)."""
+    """The routes of `peagle serve`, which equal those of vLLM (checked in tests/vllm)."""
     from fastapi import FastAPI
 
     from peagle.server.http.limits import BodyBudget
@@ -107,7 +109,7 @@ def routes() -> set[str]:
 
 
 @kinds("vllm", "ray")
-def test_the_image_is_one_the_pair_can_be_served_by(kind: str) -> None:
+def test_the_image_has_the_requested_vllm_version(kind: str) -> None:
     text = "\n".join(rendered(kind, vllm="0.27.1").values())
     if kind == "helm":
         model = documents(rendered(kind, vllm="0.27.1"))["values.yaml"]["servingEngineSpec"][
@@ -117,7 +119,7 @@ def test_the_image_is_one_the_pair_can_be_served_by(kind: str) -> None:
     assert "vllm/vllm-openai:v0.27.1" in text
 
 
-def test_the_script(tmp_path: Path) -> None:
+def test_the_script_passes_shellcheck(tmp_path: Path) -> None:
     for number, options in enumerate(({}, BIG, LOCAL | {"pair": "smollm2-135m"})):
         script = tmp_path / f"{number}.sh"
         script.write_text(rendered("vllm", **options)["serve.sh"])
@@ -126,7 +128,7 @@ def test_the_script(tmp_path: Path) -> None:
 
 
 @kinds()
-def test_what_to_run_next_is_shell(kind: str) -> None:
+def test_the_next_steps_are_valid_shell(kind: str) -> None:
     for options in (BIG, LOCAL | {"pair": "smollm2-135m"}):
         steps = next_steps(kind, planned(kind, **options), Path("out here"))
         subprocess.run(["bash", "-n"], input=steps, text=True, check=True)
@@ -134,7 +136,7 @@ def test_what_to_run_next_is_shell(kind: str) -> None:
 
 
 def test_the_script_starts_vllm(tmp_path: Path) -> None:
-    """With a `vllm` that prints its arguments."""
+    """A fake `vllm` program prints its arguments."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "vllm").write_text(
         '#!/bin/sh\nfor word; do echo "$word"; done\npwd\necho "$VLLM_USE_V2_MODEL_RUNNER"\n'
@@ -159,7 +161,7 @@ def test_the_script_starts_vllm(tmp_path: Path) -> None:
     assert "0.0.0.0" in start(HOST="0.0.0.0", VLLM_API_KEY="k").stdout
 
 
-def test_the_config_file_says_what_the_script_says() -> None:
+def test_the_config_file_equals_the_arguments_of_the_script() -> None:
     files = rendered("vllm", **(BIG | {"port": 8000}))
     config = documents(files)["config.yaml"]
     words = [
@@ -203,7 +205,7 @@ def test_compose(options: dict[str, Any]) -> None:
 
 def compose_model(parsed: dict[str, Any]) -> None:
     ComposeSpecification.model_validate(parsed)
-    PyCompose.from_yaml(yaml.safe_dump(parsed)).validate()  # knows no keys but the specification's
+    PyCompose.from_yaml(yaml.safe_dump(parsed)).validate()  # accepts only keys of the specification
 
 
 def devices(service: dict[str, Any]) -> list[str]:
@@ -211,14 +213,14 @@ def devices(service: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("key", ["imag", "health_check", "replicas"])
-def test_the_compose_model_knows_its_keys(key: str) -> None:
+def test_the_compose_model_is_strict(key: str) -> None:
     parsed = documents(rendered("compose"))["compose.yaml"]
     next(iter(parsed["services"].values()))[key] = "x"
     with pytest.raises(Exception, match=key):
         compose_model(parsed)
 
 
-def test_a_dollar_is_no_variable_to_compose() -> None:
+def test_dollar_signs_are_escaped_for_compose() -> None:
     parsed = documents(rendered("compose", served_model_name="a$b"))["compose.yaml"]
     assert "--served-model-name=a$$b" in next(iter(parsed["services"].values()))["command"]
 
@@ -226,7 +228,7 @@ def test_a_dollar_is_no_variable_to_compose() -> None:
 @pytest.mark.parametrize(
     "options", [{}, BIG, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "big", "local"]
 )
-def test_kubernetes(options: dict[str, Any]) -> None:
+def test_kubernetes_files(options: dict[str, Any]) -> None:
     parsed = documents(rendered("kubernetes", **options))
     deployment = planned("kubernetes", **options)
     names = ["deployment", "service", "storage", "networkpolicy"]
@@ -258,8 +260,8 @@ def test_the_kubernetes_schema_is_strict() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kubernetes", "kserve"])
-def test_a_pod_holds_together(kind: str) -> None:
-    """Volumes, ports, secrets and probes of the container refer to things that exist."""
+def test_references_of_a_pod_exist(kind: str) -> None:
+    """Volumes, ports, secrets and probes of the container refer to existing objects."""
     parsed = documents(rendered(kind, **BIG))
     deployment = planned(kind, **BIG)
     spec = parsed["inferenceservice.yaml"]["spec"]["predictor"] if kind == "kserve" else None
@@ -290,8 +292,8 @@ def test_a_pod_holds_together(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["kubernetes", "kserve", "helm"])
 @pytest.mark.parametrize("options", [{}, LOCAL | {"pair": "smollm2-135m"}], ids=["hub", "local"])
-def test_pods_are_confined(kind: str, options: dict[str, Any]) -> None:
-    """No root, no system calls beyond the runtime's, a limit of memory, few network peers."""
+def test_pods_have_security_contexts_and_limits(kind: str, options: dict[str, Any]) -> None:
+    """Containers run without root and capabilities, with a seccomp profile and a memory limit."""
     parsed = documents(rendered(kind, **options))
     deployment = planned(kind, **options)
     pods = pod_specs(kind, parsed)
@@ -307,14 +309,18 @@ def test_pods_are_confined(kind: str, options: dict[str, Any]) -> None:
         requested, limit = (int(resources[x]["memory"][:-2]) for x in ("requests", "limits"))
         assert limit > requested
     server = pods[0][1]
-    assert int(server["resources"]["limits"]["memory"][:-2]) > deployment.host_gb + 8, "with shm"
+    assert int(server["resources"]["limits"]["memory"][:-2]) > deployment.host_gb + 8, (
+        "the limit includes shared memory"
+    )
     variables = {entry["name"]: entry.get("value") for entry in server["env"]}
-    assert variables["USER"] == variables["LOGNAME"] == "vllm", "torch looks the user up otherwise"
+    assert variables["USER"] == variables["LOGNAME"] == "vllm", (
+        "without these variables, torch looks up the user name, which does not exist"
+    )
     assert variables["HOME"] == ("/tmp" if kind == "helm" else "/home/vllm")
 
 
 def pod_specs(kind: str, parsed: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """The pod of the server, and its container."""
+    """Pairs of the server's pod spec and container spec."""
     if kind != "helm":
         spec = parsed["inferenceservice.yaml"]["spec"]["predictor"] if kind == "kserve" else None
         spec = spec or parsed["deployment.yaml"]["spec"]["template"]["spec"]
@@ -435,7 +441,7 @@ def test_helm(options: dict[str, Any]) -> None:
     engine = values["servingEngineSpec"]
     assert engine["vllmApiKey"] == {"secretName": deployment.name, "secretKey": "api-key"}
     model = engine["modelSpec"][0]
-    longest = "p" * 40  # a release's name, by which the chart makes a host name
+    longest = "p" * 40  # the chart builds a host name from the release name
     assert len(f"{longest}-{model['name']}-engine-service") <= 63
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert engine[probe]["httpGet"]["port"] == engine["containerPort"]

@@ -24,7 +24,7 @@ VOLUME = "/var/lib/peagle"
 
 
 def serve_settings(words: list[str]) -> Any:
-    """What `peagle serve` would run with; UserError or an exit: it refuses the words."""
+    """The settings of `peagle serve` for these arguments; UserError or exit if they are invalid."""
     from typer.main import get_command
 
     from peagle.cli import app
@@ -34,7 +34,7 @@ def serve_settings(words: list[str]) -> Any:
     return build_settings(context.params)
 
 
-def test_compose() -> None:
+def test_compose_file_with_learning() -> None:
     files = rendered("compose", **LEARN)
     parsed = documents(files)["compose.yaml"]
     server = parsed["services"]["peagle-smollm2-135m-0"]
@@ -48,7 +48,7 @@ def test_compose() -> None:
     assert "$PEAGLE_API_KEY" in next_steps("compose", planned("compose", **LEARN), Path("out"))
 
 
-def test_kubernetes() -> None:
+def test_kubernetes_files_with_learning() -> None:
     parsed = documents(rendered("kubernetes", **LEARN, drafter=SHIPPED))
     for name in ("deployment", "storage", "loader"):
         kubernetes_validate.validate(parsed[f"{name}.yaml"], "1.32", strict=True)
@@ -66,8 +66,8 @@ def test_kubernetes() -> None:
     assert int(sizes[0].removesuffix("Gi")) == int(sizes[1].removesuffix("Gi")) + 10
 
 
-def test_the_drafter_is_copied_as_it_is(tmp_path: Path) -> None:
-    """An export for vLLM would leave out parts of it."""
+def test_the_drafter_is_copied_unchanged(tmp_path: Path) -> None:
+    """An export for vLLM would leave out parts of the drafter."""
     words = ["deploy", "compose", "smollm2-135m", "--learn", "--image", "peagle:cuda"]
     words += ["--drafter", SHIPPED, "--out", str(tmp_path), "--json"]
     report = json.loads(run(*words))
@@ -87,14 +87,14 @@ def test_the_drafter_is_copied_as_it_is(tmp_path: Path) -> None:
         ("compose", {"drafter": "org/drafter"}, "must be a folder with `learn`"),
     ],
 )
-def test_mistakes_are_named(kind: str, options: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported(kind: str, options: dict[str, Any], message: str) -> None:
     values = {key: value for key, value in (LEARN | options).items() if key != "pair"}
     with pytest.raises(UserError, match=message):
         plan("smollm2-135m", kind, DeployOptions(**values))
 
 
-def test_sagemaker(tmp_path: Path) -> None:
-    """The container gets the switch, and `peagle serve` in it reads it."""
+def test_sagemaker_container_with_learning(tmp_path: Path) -> None:
+    """The environment of the container turns learning on in `peagle serve`."""
     role = "arn:aws:iam::123456789012:role/SageMaker"
     words = ["deploy", "sagemaker", "smollm2-135m", "--role", role, "--region", "us-west-2"]
     words += ["--instance", "ml.g5.xlarge", "--dry-run", "--learn"]

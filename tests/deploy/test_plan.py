@@ -1,4 +1,4 @@
-"""From a pair and options to a deployment: K, versions, drafters, names; and written files."""
+"""The deployment planned for a pair and options: K, versions, drafters, names; written files."""
 
 import filecmp
 import json
@@ -29,7 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target's folder, and a drafter in our format for it."""
+    """Folders of a target, and of its drafter in the compact format."""
     root = tmp_path_factory.mktemp("tiny")
     target = make_target()
     target.name = str(root / "target")
@@ -52,7 +52,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gemma-4-31b", {}, 3),
     ],
 )
-def test_k(pair: str, options: dict[str, Any], k: int) -> None:
+def test_k_of_a_deployment(pair: str, options: dict[str, Any], k: int) -> None:
     deployment = planned("vllm", pair, **options)
     assert deployment.k == k
     unknown = any("the best K at 8 requests is unknown" in note for note in deployment.notes)
@@ -95,7 +95,7 @@ def test_k(pair: str, options: dict[str, Any], k: int) -> None:
         ),
     ],
 )
-def test_mistakes_are_named(pair: str, options: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported(pair: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         planned("kubernetes", pair, **options)
 
@@ -111,14 +111,14 @@ def test_a_gguf_file_is_not_deployed(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags", [{"dtype\nrun: evil": True}, {"a b": 1}, {"": 1}, {"dtype": "half\nrun: evil"}]
 )
-def test_flags_cannot_begin_a_line_of_yaml(flags: dict[str, Any]) -> None:
+def test_flags_cannot_inject_yaml(flags: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"`flags`: "):
         replace(planned("kubernetes"), flags=flags)
 
 
-def test_versions() -> None:
+def test_vllm_versions_and_images() -> None:
     assert planned("compose").image == f"vllm/vllm-openai:v{TESTED_VLLM}"
-    assert planned("ray").vllm != TESTED_VLLM, "Ray brings its own"
+    assert planned("ray").vllm != TESTED_VLLM, "the Ray image contains its own vLLM"
     assert any("temperatures above 0" in note for note in planned("vllm", vllm="0.19.0").notes)
     assert any("unknown" in note for note in planned("vllm", "gemma-4-31b").notes)
     assert planned("vllm", image="registry.local:5000/mine@sha256:abc").image.endswith("abc")
@@ -161,7 +161,7 @@ def test_resources_follow_the_pair() -> None:
     assert unknown.gpu_gb is None and unknown.disk_gb == 200
 
 
-def test_files_are_written_once(tmp_path: Path) -> None:
+def test_unchanged_files_are_not_written_again(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     first = json.loads(run("deploy", "kubernetes", "gpt-oss-20b", "--out", out, "--json"))
     assert (
@@ -186,7 +186,7 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     )
 
 
-def test_what_to_run_next_is_told(tmp_path: Path) -> None:
+def test_the_next_steps_are_printed(tmp_path: Path) -> None:
     output = run("deploy", "vllm", "gemma-4-31b", "--out", tmp_path)
     assert f"{tmp_path}/serve.sh" in output.replace("\n", "")
     assert os.access(tmp_path / "serve.sh", os.X_OK)
@@ -230,7 +230,7 @@ def test_a_local_pair_is_exported_and_mounted(tiny: Path, tmp_path: Path) -> Non
     ]
 
 
-def test_another_drafter_is_not_replaced_unasked(tiny: Path, tmp_path: Path) -> None:
+def test_another_drafter_is_only_replaced_with_force(tiny: Path, tmp_path: Path) -> None:
     words = [
         "deploy",
         "vllm",
@@ -255,8 +255,8 @@ def test_another_drafter_is_not_replaced_unasked(tiny: Path, tmp_path: Path) -> 
     assert not [name for name in os.listdir(tmp_path / "out") if name.startswith(".")]
 
 
-def test_a_checkpoint_of_vllm_needs_no_target(tiny: Path, tmp_path: Path) -> None:
-    """It is complete: gpt-oss-20b is not fetched to deploy it."""
+def test_a_drafter_in_vllm_format_needs_no_target(tiny: Path, tmp_path: Path) -> None:
+    """The drafter is copied without a download of the target gpt-oss-20b."""
     run("deploy", "vllm", tiny / "target", "--drafter", tiny / "drafter", "--out", tmp_path / "one")
     run(
         "deploy",
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_vllm_needs_no_target(tiny: Path, tmp_path: Path) -> Non
     )
 
 
-def test_skypilot_needs_to_know_the_gpu(tiny: Path, tmp_path: Path) -> None:
+def test_skypilot_needs_a_gpu_type(tiny: Path, tmp_path: Path) -> None:
     words = [
         "deploy",
         "skypilot",

@@ -45,7 +45,7 @@ def apply(stack: Stack, aws: Clients, wait: bool = False) -> list[StepResult]:
     return StackUpdate(stack, aws, wait, sleep=sleep).apply()
 
 
-def test_created_and_then_left_alone(aws: Clients, weights: Weights) -> None:
+def test_a_stack_is_created_once(aws: Clients, weights: Weights) -> None:
     first = apply(scaled_stack(weights), aws)
     assert [step.kind for step in first] == KINDS
     assert {step.outcome for step in first} == {"created"}
@@ -80,7 +80,7 @@ def test_the_container_reads_the_uploads(aws: Clients, weights: Weights) -> None
     assert channel["S3DataSource"]["S3Uri"] == stack.uploads[1].uri
 
 
-def test_other_limits_of_scaling_change_only_them(aws: Clients, weights: Weights) -> None:
+def test_new_scaling_limits_change_only_the_scalable_target(aws: Clients, weights: Weights) -> None:
     apply(scaled_stack(weights), aws)
     done = apply(scaled_stack(weights, autoscale=Autoscale(2, 6, 8)), aws)
     assert {step.kind: step.outcome for step in done if step.outcome != "unchanged"} == {
@@ -101,7 +101,7 @@ def test_other_limits_of_scaling_change_only_them(aws: Clients, weights: Weights
         ("PutScalingPolicy", ""),
     ],
 )
-def test_a_failed_step_leaves_nothing(
+def test_a_failed_step_is_rolled_back(
     operation: str, mentions: str, aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, operation, mentions)
@@ -129,16 +129,15 @@ def test_an_endpoint_that_does_not_start(
     assert f"/aws/sagemaker/Endpoints/{NAME}" in str(error.value) and f"endpoint {NAME}" in str(
         error.value
     )
-    apply(
-        scaled_stack(weights, autoscale=None), aws
-    )  # without waiting, the failure is not seen yet
+    # Without waiting, the failure is not detected.
+    apply(scaled_stack(weights, autoscale=None), aws)
     assert endpoint_status(aws, NAME)["failure_reason"] == "the container did not pass /ping"
     with pytest.raises(UserError, match=f"peagle sagemaker delete {NAME}"):
         apply(scaled_stack(weights, autoscale=None), aws)
     assert NAME in existing_names(aws), "resources of an earlier run are not rolled back"
 
 
-def test_failed_rollbacks_are_named(
+def test_failed_rollbacks_are_reported(
     aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, "CreateEndpoint")
@@ -148,7 +147,7 @@ def test_failed_rollbacks_are_named(
     assert len(existing_names(aws)) == 1
 
 
-def test_deleted_with_what_earlier_updates_left(aws: Clients, weights: Weights) -> None:
+def test_deletion_includes_resources_of_earlier_updates(aws: Clients, weights: Weights) -> None:
     apply(scaled_stack(weights), aws)
     old = scaled_stack(weights, k=3).resources[:2]
     for resource in old:
@@ -156,7 +155,7 @@ def test_deleted_with_what_earlier_updates_left(aws: Clients, weights: Weights) 
     assert exclusive_prefixes(aws, NAME) == [upload.uri for upload in scaled_stack(weights).uploads]
     apply(scaled_stack(weights, name="peagle-tiny-2"), aws)
     other = [name for name in existing_names(aws) if "peagle-tiny-2" in name]
-    assert exclusive_prefixes(aws, NAME) == [], "another endpoint reads the same weights"
+    assert exclusive_prefixes(aws, NAME) == [], "another endpoint uses the same weights"
     deletions = find_deletions(aws, NAME)
     assert len(deletions) == len(KINDS) + len(old)
     delete(aws, NAME, deletions, lambda line: None, sleep)
@@ -164,7 +163,7 @@ def test_deleted_with_what_earlier_updates_left(aws: Clients, weights: Weights) 
     assert find_deletions(aws, NAME) == []
 
 
-def test_status(aws: Clients, weights: Weights) -> None:
+def test_status_of_an_endpoint(aws: Clients, weights: Weights) -> None:
     apply(scaled_stack(weights), aws)
     summary = endpoint_status(aws, NAME)
     assert summary["status"] == "InService" and summary["region"] == REGION
@@ -218,10 +217,10 @@ def updating(aws: Clients, stack: Stack) -> Iterator[Stubber]:
         stub.assert_no_pending_responses()
 
 
-def test_an_update(aws: Clients, weights: Weights) -> None:
+def test_an_endpoint_is_updated(aws: Clients, weights: Weights) -> None:
     stack = scaled_stack(weights, autoscale=None)
     with updating(aws, stack) as stub:
-        stub.add_response("describe_endpoint", endpoint("old"))  # too early to see it
+        stub.add_response("describe_endpoint", endpoint("old"))  # the update has not started yet
         stub.add_response("describe_endpoint", endpoint("old", "Updating"))
         stub.add_response("describe_endpoint", endpoint(stack.resources[1].name))
         done = apply(stack, aws, wait=True)
@@ -245,7 +244,7 @@ def test_an_update_that_sagemaker_rolls_back(aws: Clients, weights: Weights) -> 
     assert aws["cloudwatch"].describe_alarms()["MetricAlarms"] == []
 
 
-def test_an_update_after_which_something_fails_is_put_back(
+def test_a_failure_after_an_update_rolls_it_back(
     aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = scaled_stack(weights)
@@ -265,7 +264,7 @@ def test_an_update_after_which_something_fails_is_put_back(
             apply(stack, aws)
 
 
-def test_a_changed_alarm_is_put_back(
+def test_a_changed_alarm_is_restored(
     aws: Clients, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply(scaled_stack(weights), aws)
@@ -280,7 +279,7 @@ def test_a_changed_alarm_is_put_back(
     assert now["Threshold"] == 77.0
 
 
-def test_covers() -> None:
+def test_contains_compares_nested_values() -> None:
     assert contains({"a": 1, "b": [{"c": 2, "d": 3}]}, {"b": [{"c": 2}]})
     assert not contains({"b": [{"c": 2}, {}]}, {"b": [{"c": 2}]})
     assert (
@@ -290,7 +289,7 @@ def test_covers() -> None:
     )
 
 
-def test_credentials_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_missing_credentials_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""Our own server as the container: a deployment's environment, and SageMaker's requests."""
+"""`peagle serve` in a SageMaker container: environment of a deployment, and requests."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def variables(folders: dict[str, Path], port: int) -> dict[str, str]:
-    """The container's environment, with our folders and port."""
+    """The environment of the container, with local folders and this port."""
     here = {"SM_VLLM_HOST": "127.0.0.1", "SM_VLLM_PORT": str(port), "SM_VLLM_DTYPE": "float32"}
     spec = deployment(k=3, context=128, flags={"enforce-eager": True})
     stack = build_stack(
@@ -44,11 +44,12 @@ def variables(folders: dict[str, Path], port: int) -> dict[str, str]:
     local = {
         name: value.replace(CHANNEL_FOLDER, str(folders["eagle"])) for name, value in given.items()
     }
-    return local | {"SM_VLLM_MODEL": str(folders["model"])}  # what lies in /opt/ml/model
+    return local | {"SM_VLLM_MODEL": str(folders["model"])}  # instead of /opt/ml/model
 
 
 def test_ping_and_invocations(folders: dict[str, Path]) -> None:
-    reserved = socket.socket()  # Until the end: no other program gets its port meanwhile.
+    # Bound until the end of the test, so that no other program gets the port.
+    reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
     port = reserved.getsockname()[1]
@@ -62,7 +63,7 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        ready(process, url)
+        wait_until_ready(process, url)
         answer = httpx.post(f"{url}/invocations", json=HELLO, timeout=60).raise_for_status().json()
         assert (
             answer["model"] == "tiny"
@@ -76,7 +77,9 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
         ]
         assert "".join(pieces) == answer["choices"][0]["message"]["content"]
         long = httpx.post(f"{url}/invocations", json=HELLO | {"max_tokens": 500}, timeout=60)
-        assert long.status_code == 400 and "128" in long.text, "--context arrived"
+        assert long.status_code == 400 and "128" in long.text, (
+            "the server uses the context of the deployment"
+        )
         process.terminate()
         _, log = process.communicate(timeout=60)
         assert process.returncode == 0 and "Traceback" not in log
@@ -89,7 +92,7 @@ def test_ping_and_invocations(folders: dict[str, Path]) -> None:
         process.wait()
 
 
-def ready(process: "subprocess.Popen[str]", url: str) -> None:
+def wait_until_ready(process: "subprocess.Popen[str]", url: str) -> None:
     end = time.monotonic() + 120
     states: list[int] = []
     while time.monotonic() < end and 200 not in states:

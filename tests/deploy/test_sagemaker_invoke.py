@@ -65,13 +65,13 @@ def test_an_error_of_the_container_in_mid_stream(runtime: Runtime, client: Any) 
         list(invoke_stream(client, NAME, {"prompt": "x"}))
 
 
-def test_a_stream_that_just_ends(runtime: Runtime, client: Any) -> None:
+def test_a_stream_without_an_end_is_an_error(runtime: Runtime, client: Any) -> None:
     runtime.frames = [part(SSE.encode())]
     with pytest.raises(UserError, match="before its"):
         list(invoke_stream(client, NAME, {"prompt": "x"}))
 
 
-def test_the_container_refuses(runtime: Runtime, client: Any) -> None:
+def test_errors_of_the_container_are_reported(runtime: Runtime, client: Any) -> None:
     runtime.status = 424
     runtime.body = json.dumps(
         {"OriginalStatusCode": 400, "OriginalMessage": "too long", "Message": "m"}
@@ -89,7 +89,7 @@ def test_a_whole_answer(runtime: Runtime, client: Any) -> None:
         invoke(client, NAME, {})
 
 
-def test_lines_and_chunks() -> None:
+def test_lines_and_events_are_parsed() -> None:
     assert list(join_lines([b"a\n\nb", b"c\nd"])) == [b"a", b"", b"bc", b"d"]
     assert list(
         parse_events([b": hello", b"event: x", b'data:{"a": 1}\r', b"data: [DONE]", b"data: no"])
@@ -100,7 +100,7 @@ def test_lines_and_chunks() -> None:
     )
 
 
-def test_the_command(runtime: Runtime) -> None:
+def test_the_invoke_command(runtime: Runtime) -> None:
     runtime.frames = [part(WHOLE[i : i + 11]) for i in range(0, len(WHOLE), 11)]
     result = CliRunner().invoke(
         app, ["sagemaker", "invoke", NAME, "Hello", "--region", REGION, "--max-tokens", "9"]
@@ -115,7 +115,7 @@ def test_the_command(runtime: Runtime) -> None:
     assert result.exit_code == 2 and "--body" in result.stderr
 
 
-def test_logs(aws: Clients) -> None:
+def test_log_events_are_read(aws: Clients) -> None:
     client = aws["logs"]
     group = f"/aws/sagemaker/Endpoints/{NAME}"
     with pytest.raises(UserError, match=f"no log group {group}"):

@@ -1,4 +1,4 @@
-"""The stack of an endpoint, its outputs, and the limits that are checked before any call."""
+"""The stack of an endpoint, its outputs, and limits that are checked before any AWS call."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def check_enums(value: Any, shape: Any) -> None:
 
 
 @pytest.mark.parametrize("channel", [True, False])
-def test_every_call_is_one_that_aws_knows(channel: bool) -> None:
+def test_every_call_is_valid_for_the_aws_api(channel: bool) -> None:
     topic = f"arn:aws:sns:{REGION}:123456789012:pager"
     stack = build_stack(
         endpoint_settings(autoscale=Autoscale(1, 4, 8), notify=topic),
@@ -98,7 +98,7 @@ def test_every_call_is_one_that_aws_knows(channel: bool) -> None:
         check_call(Call("sagemaker", "CreateModel", {"ModelName": 7}))
 
 
-def test_the_environment() -> None:
+def test_the_container_environment() -> None:
     (model, *_) = scaled_stack(WEIGHTS, variables={"HF_HOME": "/tmp"}).resources
     container = model.create.parameters["PrimaryContainer"]
     assert container["Environment"] == {
@@ -118,7 +118,7 @@ def test_the_environment() -> None:
     assert model.create.parameters["EnableNetworkIsolation"] is True
 
 
-def test_from_the_hub() -> None:
+def test_weights_from_the_hub() -> None:
     stack = build_stack(
         endpoint_settings(from_hub=True, isolated=False), deployment(method="eagle3"), *WEIGHTS
     )
@@ -137,7 +137,7 @@ def test_from_the_hub() -> None:
     )
 
 
-def test_vocabularies_of_gpt_oss(tmp_path: Path) -> None:
+def test_the_vocabulary_folder_of_gpt_oss(tmp_path: Path) -> None:
     (tmp_path / "o200k_base.tiktoken").write_text("x")
     here = Artifact("t", "0123456789ab", tmp_path)
     for channel, place in ((True, "/opt/ml/model"), (False, "/opt/ml/model/target")):
@@ -150,7 +150,7 @@ def test_vocabularies_of_gpt_oss(tmp_path: Path) -> None:
         )
 
 
-def test_names_follow_the_content() -> None:
+def test_names_depend_on_the_content() -> None:
     first, same, other = (scaled_stack(WEIGHTS, k=k) for k in (5, 5, 3))
     names = [[resource.name for resource in stack.resources] for stack in (first, same, other)]
     assert names[0] == names[1]
@@ -166,15 +166,17 @@ def test_names_follow_the_content() -> None:
     assert all(len(name) <= 63 for name in names[0][:2])
     wider = scaled_stack(WEIGHTS, autoscale=Autoscale(2, 9, 3))
     assert wider.resources[1].name == first.resources[1].name, (
-        "other limits of scaling are no new config"
+        "scaling limits do not change the endpoint config"
     )
     new = scaled_stack((WEIGHTS[0], Artifact("d", "ffffffffffff")))
-    assert new.uploads[0].uri == first.uploads[0].uri, "a new drafter does not move the target"
+    assert new.uploads[0].uri == first.uploads[0].uri, (
+        "a new drafter does not change the prefix of the target"
+    )
     assert new.uploads[1].uri != first.uploads[1].uri
 
 
-def test_cloudformation() -> None:
-    """Valid for the resource schemas of cfn-lint, which are AWS's own."""
+def test_the_cloudformation_template() -> None:
+    """The template is valid for cfn-lint, which uses the resource schemas of AWS."""
     stack = build_stack(
         endpoint_settings(autoscale=Autoscale(1, 4, 8)), deployment(), *WEIGHTS, channel=False
     )
@@ -191,11 +193,11 @@ def test_cloudformation() -> None:
     )
     container["AdditionalModelDataSources"] = []
     assert lint(json.dumps(template), regions=[REGION]), (
-        "CloudFormation knows channels now: use them"
+        "CloudFormation supports channels now: use them"
     )
 
 
-def test_terraform() -> None:
+def test_the_terraform_config() -> None:
     config = terraform_config(scaled_stack(WEIGHTS, variables={"A": "${b}"}, public=frozenset("A")))
     assert set(config["resource"]) == set(SCHEMA) - {"//"}
     for kind, blocks in config["resource"].items():
@@ -224,12 +226,12 @@ def printed_stacks(stack: Stack) -> list[str]:
 
 
 def test_secrets_are_not_printed() -> None:
-    """Nothing is printed that was not said to be public."""
+    """Only values of public variables are printed."""
     public = {"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096", "MY_SETTING": "blue"}
     settings = endpoint_settings(variables=SECRETS | public, public=frozenset({"MY_SETTING"}))
     stack = build_stack(settings, deployment(), *WEIGHTS, channel=False)
     container = stack.resources[0].create.parameters["PrimaryContainer"]
-    assert container["Environment"].items() >= SECRETS.items(), "AWS gets the values"
+    assert container["Environment"].items() >= SECRETS.items(), "the values are sent to AWS"
     for printed in printed_stacks(stack):
         assert "secret" not in printed
         assert '"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "4096"' in printed and '"blue"' in printed
@@ -245,8 +247,8 @@ def test_secrets_are_not_printed() -> None:
     assert environment["HF_TOKEN"] == "${var.hf_token}"
 
 
-def test_what_was_given_as_a_secret_is_never_printed() -> None:
-    """Also if its name is known to be public."""
+def test_a_declared_secret_is_never_printed() -> None:
+    """This holds even if the name is in the list of public names."""
     name = "SM_VLLM_MAX_NUM_BATCHED_TOKENS"
     given = variable_settings([], [], [])
     assert given["secret"] == frozenset()
@@ -260,8 +262,8 @@ def test_what_was_given_as_a_secret_is_never_printed() -> None:
             variable_settings([], ["API_TOKEN"], ["API_TOKEN"])
 
 
-def test_every_secret_has_a_parameter_of_its_own() -> None:
-    """Also if its name is that of a resource, of another secret or of a word of Terraform."""
+def test_every_secret_has_its_own_parameter() -> None:
+    """Names may collide with resources, with other secrets or with reserved words of Terraform."""
     names = ("MODEL", "model", "Model", "A_1", "A1", "COUNT", "VERSION")
     settings = endpoint_settings(variables=dict.fromkeys(names, "secret"))
     stack = build_stack(settings, deployment(), *WEIGHTS, channel=False)
@@ -343,13 +345,13 @@ def check_block(block: dict[str, Any], schema: dict[str, Any], where: str) -> No
         ),
     ],
 )
-def test_settings_that_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         endpoint_settings(**changes)
 
 
 @pytest.mark.parametrize("given", [(0, 4, 8), (3, 2, 8), (1, 2, 0), (1, 2, float("inf"))])
-def test_scaling_that_is_refused(given: tuple[int, int, float]) -> None:
+def test_invalid_scaling_is_refused(given: tuple[int, int, float]) -> None:
     with pytest.raises(UserError, match="`autoscale`"):
         Autoscale(*given)
 
@@ -364,12 +366,12 @@ def test_scaling_that_is_refused(given: tuple[int, int, float]) -> None:
         ({"A": "{\n}"}, "one line"),
     ],
 )
-def test_environments_that_are_refused(variables: dict[str, str], message: str) -> None:
+def test_invalid_environments_are_refused(variables: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_environment(variables)
 
 
-def test_trees_are_the_native_engines_only() -> None:
+def test_trees_need_an_image_with_the_native_engine() -> None:
     given = {
         "SM_VLLM_SPECULATIVE_CONFIG": '{"parallel_drafting_spec": {"num_branches": 2, "depth": 7}}'
     }
@@ -381,18 +383,18 @@ def test_trees_are_the_native_engines_only() -> None:
     ).resources
 
 
-def test_environments_at_their_limits() -> None:
+def test_environments_at_the_limits_are_accepted() -> None:
     check_environment({f"A{i:02}": "x" * 1024 for i in range(31)})
     check_environment({f"A{i}": "x" for i in range(100)})
     assert check_environment(container_environment(deployment())) is None
 
 
-def test_a_name_at_its_limit() -> None:
+def test_a_name_of_maximum_length_is_accepted() -> None:
     names = [resource.name for resource in scaled_stack(WEIGHTS, name="a" * 52).resources[:2]]
     assert [len(name) for name in names] == [63, 63]
 
 
-def test_memory() -> None:
+def test_memory_of_an_instance_is_checked() -> None:
     large = deployment(weights_gb=62.0, need_gb=70.0)
     assert check_memory("ml.g7e.2xlarge", large) == []
     message = "needs 70.0 GB, but vLLM gets 21.6 GB of the GPUs of ml.g6.xlarge: use ml.p5.4xlarge"
@@ -408,7 +410,7 @@ def test_memory() -> None:
     assert smallest_instance(1e6) is None
 
 
-def test_instance_types_are_sagemakers() -> None:
+def test_instance_types_exist_in_sagemaker() -> None:
     assert set(instance_types()) <= set(
         service("sagemaker").shape_for("ProductionVariantInstanceType").enum
     )
@@ -428,7 +430,7 @@ ASKED = ["--role", ROLE, "--region", REGION]
 def test_the_dry_run_needs_no_connection(
     pair: str, format: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It uses no credentials and no connection, and downloads nothing."""
+    """The dry run uses no credentials and no connection, and downloads nothing."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
 
@@ -463,7 +465,7 @@ def test_the_dry_run_needs_no_connection(
         assert len(printed["Resources"]) == 7
     else:
         assert set(printed["resource"]) == set(SCHEMA) - {"//"}
-    assert not list(tmp_path.iterdir()), "something was fetched"
+    assert not list(tmp_path.iterdir()), "something was downloaded"
 
 
 @pytest.mark.parametrize(
@@ -491,7 +493,7 @@ def test_mistakes_on_the_command_line(words: list[str], message: str) -> None:
     assert result.stdout == ""
 
 
-def test_a_folders_identity_is_its_bytes(tmp_path: Path) -> None:
+def test_the_hash_of_a_folder_depends_on_its_content(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
     before = artifact.hash_folder(tmp_path)
     (tmp_path / "peagle.json").write_text("a receipt")

@@ -33,7 +33,7 @@ def keys(s3: Any) -> dict[str, int]:
     }
 
 
-def test_sent_once(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
+def test_a_folder_is_uploaded_once(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
     target = Upload("target", weights[0], PREFIX)
     reported: list[tuple[str, int, int]] = []
     sent = upload_files(s3, target, ACCOUNT, lambda *report: reported.append(report))
@@ -43,7 +43,7 @@ def test_sent_once(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
     assert upload_files(s3, target, ACCOUNT) == 0
 
 
-def test_same_size_but_other_bytes_are_sent_again(
+def test_a_changed_file_of_the_same_size_is_uploaded_again(
     s3: Any, weights: tuple[Artifact, Artifact]
 ) -> None:
     target = Upload("target", weights[0], PREFIX)
@@ -52,13 +52,12 @@ def test_same_size_but_other_bytes_are_sent_again(
     (weights[0].folder / "config.json").write_bytes(b"[]")
     assert upload_files(s3, target, ACCOUNT) == 1
     assert s3.get_object(Bucket="weights", Key="peagle/tiny/config.json")["Body"].read() == b"[]"
-    s3.put_object(
-        Bucket="weights", Key="peagle/tiny/config.json", Body=b"[]"
-    )  # from another tool, without a digest
+    # written by another tool, without a digest
+    s3.put_object(Bucket="weights", Key="peagle/tiny/config.json", Body=b"[]")
     assert upload_files(s3, target, ACCOUNT) == 1
 
 
-def test_stopped_half_way_it_goes_on(
+def test_an_interrupted_upload_resumes(
     s3: Any, weights: tuple[Artifact, Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Upload("target", weights[0], PREFIX)
@@ -79,27 +78,31 @@ def test_stopped_half_way_it_goes_on(
     assert tried == ["config.json", "model.safetensors", "model.safetensors"]
 
 
-def test_large_files_go_in_parts(s3: Any, tmp_path: Path) -> None:
+def test_large_files_use_multipart_uploads(s3: Any, tmp_path: Path) -> None:
     folder = tmp_path / "large"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(bytes(20 << 20))
     large = Upload("target", Artifact("t", hash_folder(folder), folder), PREFIX)
     assert upload_files(s3, large, ACCOUNT) == 1
     head = s3.head_object(Bucket="weights", Key="peagle/tiny/model.safetensors")
-    assert head["ContentLength"] == 20 << 20 and "-" in head["ETag"], "an ETag of parts"
+    assert head["ContentLength"] == 20 << 20 and "-" in head["ETag"], (
+        "the ETag of a multipart upload"
+    )
     assert upload_files(s3, large, ACCOUNT) == 0
 
 
-def test_no_bucket(aws: Clients, weights: tuple[Artifact, Artifact]) -> None:
+def test_a_missing_bucket_is_an_error(aws: Clients, weights: tuple[Artifact, Artifact]) -> None:
     with pytest.raises(UserError, match="aws s3 mb s3://nowhere"):
         upload_files(aws["s3"], Upload("target", weights[0], "s3://nowhere/x/"), ACCOUNT)
 
 
-def test_a_bucket_of_another_account(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
-    """Somebody who created a bucket of that name first gets no weights, and provides none."""
+def test_a_bucket_of_another_account_is_refused(
+    s3: Any, weights: tuple[Artifact, Artifact]
+) -> None:
+    """An attacker who owns a bucket of this name neither receives nor provides weights."""
 
     def check_owner(params: dict[str, Any], **_: Any) -> tuple[Any, dict[str, Any]] | None:
-        """What S3 does, but moto does not."""
+        """Check the bucket owner like S3; moto does not implement this."""
         expected = params["headers"].get("x-amz-expected-bucket-owner", ACCOUNT)
         if expected == ACCOUNT:
             return None
@@ -113,7 +116,7 @@ def test_a_bucket_of_another_account(s3: Any, weights: tuple[Artifact, Artifact]
 
 
 def test_every_call_names_the_owner(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
-    """The bucket may change its owner while the upload runs."""
+    """The owner of the bucket may change during the upload."""
     sent: list[tuple[str, str | None]] = []
 
     def record(params: dict[str, Any], model: Any, **_: Any) -> None:
@@ -129,7 +132,7 @@ def test_the_account_of_the_credentials(aws: Clients) -> None:
     assert aws.account == ACCOUNT
 
 
-def test_emptied(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
+def test_a_prefix_is_deleted(s3: Any, weights: tuple[Artifact, Artifact]) -> None:
     for name in ("a", "b"):
         upload_files(s3, Upload("target", weights[0], f"s3://weights/{name}/"), ACCOUNT)
     assert delete_prefix(s3, "s3://weights/a/") == 2

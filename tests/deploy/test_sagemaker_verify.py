@@ -1,4 +1,4 @@
-"""`peagle verify sagemaker://NAME`: the log of the container, its environment, the SDK's trap."""
+"""`peagle verify sagemaker://NAME`: evidence from answers, container logs and environment."""
 
 import json
 import time
@@ -80,7 +80,7 @@ def test_answers_with_metrics(aws: Clients, runtime: Runtime) -> None:
     assert result["acceptance_length"] == 2.5
 
 
-def test_default_image_by_its_log(aws: Clients, runtime: Runtime) -> None:
+def test_evidence_in_the_container_log(aws: Clients, runtime: Runtime) -> None:
     create_endpoint(aws, CONFIG)
     runtime.answer()
     write_log(aws, WORK.format(51.2), SPEC.format("2.50", 60, 200), SPEC.format("1.50", 10, 100))
@@ -90,7 +90,7 @@ def test_default_image_by_its_log(aws: Clients, runtime: Runtime) -> None:
     assert result["acceptance_length"] == pytest.approx(1 + 70 / 60, abs=1e-4)
 
 
-def test_the_trap_of_the_sdk(aws: Clients, runtime: Runtime) -> None:
+def test_the_variable_of_the_sdk_is_ignored_by_vllm(aws: Clients, runtime: Runtime) -> None:
     create_endpoint(aws, SDK)
     runtime.answer()
     write_log(aws, WORK.format(0.0), WORK.format(51.2))
@@ -101,7 +101,7 @@ def test_the_trap_of_the_sdk(aws: Clients, runtime: Runtime) -> None:
     assert "peagle deploy sagemaker" in result["fix"]
 
 
-def test_environment_where_there_is_no_log(aws: Clients, runtime: Runtime) -> None:
+def test_the_environment_is_used_without_a_log(aws: Clients, runtime: Runtime) -> None:
     create_endpoint(aws, {})
     runtime.answer()
     result = verify(code=1)
@@ -109,7 +109,7 @@ def test_environment_where_there_is_no_log(aws: Clients, runtime: Runtime) -> No
     assert result["cause"] == "the environment of the model has no SM_VLLM_SPECULATIVE_CONFIG"
 
 
-def test_a_drafter_that_the_container_ignores(aws: Clients, runtime: Runtime) -> None:
+def test_a_container_that_ignores_its_drafter(aws: Clients, runtime: Runtime) -> None:
     create_endpoint(aws, CONFIG)
     runtime.answer()
     write_log(aws, WORK.format(51.2))
@@ -121,7 +121,9 @@ def test_a_drafter_that_the_container_ignores(aws: Clients, runtime: Runtime) ->
 @pytest.mark.parametrize(
     ("environment", "image"), [(CONFIG, ""), ({}, "123.dkr.ecr.us-west-2.amazonaws.com/own:1")]
 )
-def test_no_proof(aws: Clients, runtime: Runtime, environment: dict[str, str], image: str) -> None:
+def test_missing_evidence(
+    aws: Clients, runtime: Runtime, environment: dict[str, str], image: str
+) -> None:
     create_endpoint(aws, environment, image)
     runtime.answer()
     result = verify(code=1)
@@ -148,8 +150,8 @@ def test_endpoint_that_does_not_answer(aws: Clients, runtime: Runtime) -> None:
     assert "answered 503: loading" in " ".join(verify(code=2).split())
 
 
-def test_lines_of_a_real_log() -> None:
-    """vLLM 0.32.0 on a CPU, whose /metrics counted 79 drafts and 99 accepted tokens."""
+def test_counts_in_a_real_log() -> None:
+    """Lines of vLLM 0.32.0 on a CPU; its /metrics counted 79 drafts and 99 accepted tokens."""
     prefix = "(APIServer pid=11871) INFO 11-16 23:11:57 [metrics.py:120] SpecDecoding metrics: "
     lines = [
         "Mean acceptance length: 2.34, Accepted throughput: 7.50 tokens/s, Drafted throughput:"
@@ -165,7 +167,7 @@ def test_lines_of_a_real_log() -> None:
     assert spec_log.parse_counts(["Avg generation throughput: 3.2 tokens/s"]) is None
 
 
-def test_configs() -> None:
+def test_defects_of_configurations() -> None:
     lmi = ContainerSpec("x/djl-inference:1", {"OPTION_SPECULATIVE_CONFIG": VALID})
     assert lmi.defect is None
     assert "not JSON" in str(config_problem("{'model': 'x'}"))

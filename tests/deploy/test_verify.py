@@ -15,7 +15,7 @@ from peagle.loaded import LoadedPair
 from tests.support.server.fake_vllm import fake_vllm
 from tests.support.server.serving import make_backend, running, tiny_pair
 
-ACCEPTED = ("w32 w9 w30", "w60 w9 w30")  # prompts with drafts that the tiny target accepts
+ACCEPTED = ("w32 w9 w30", "w60 w9 w30")  # The tiny target accepts drafts for these prompts.
 REJECTED = ("w0 w9 w30", "w8 w9 w30")
 
 
@@ -46,7 +46,7 @@ def run(*words: object, code: int = 0) -> Any:
     return " ".join(result.stderr.split()) if code == 2 else json.loads(result.stdout)
 
 
-def test_it_speculates(tiny_url: str) -> None:
+def test_a_server_that_speculates(tiny_url: str) -> None:
     result = run(tiny_url)
     assert (result["proven"], result["verdict"]) == (True, "speculating")
     assert (result["kind"], result["model"], result["evidence"]) == ("peagle", "tiny", "answers")
@@ -68,7 +68,7 @@ def test_untrained_drafter(tiny_url: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert "accepts none of the drafts" in result["cause"]
 
 
-def test_drafter_that_is_off() -> None:
+def test_a_server_with_method_none() -> None:
     with running(make_backend(method="none", k=None)) as (_, url):
         result = run(url, code=1)
     assert (result["verdict"], result["drafts"]) == ("not speculating", 0)
@@ -76,7 +76,7 @@ def test_drafter_that_is_off() -> None:
     assert "--method p-eagle" in result["fix"]
 
 
-def test_server_without_a_drafter(plain_url: str) -> None:
+def test_a_server_without_a_drafter(plain_url: str) -> None:
     assert run(plain_url, code=1)["cause"] == "the server runs the method none"
 
 
@@ -105,7 +105,7 @@ def verify_fake(reference: str | None = None, **changes: Any) -> Verification:
         return verify(HttpEndpoint(server.url), 16, other)
 
 
-def test_vllm_with_a_drafter_by_its_counters() -> None:
+def test_vllm_with_a_drafter_is_proven_by_counters() -> None:
     result = verify_fake()
     assert (result.proven, result.kind, result.evidence) == (True, "vllm", "metrics")
     assert (result.drafts, result.draft_tokens, result.accepted_tokens) == (8, 24, 16)
@@ -113,7 +113,7 @@ def test_vllm_with_a_drafter_by_its_counters() -> None:
     assert "the counts may include other requests at the same time" in result.notes
 
 
-def test_vllm_with_metrics_in_its_answers() -> None:
+def test_vllm_is_proven_by_metrics_in_answers() -> None:
     result = verify_fake(request_metrics=True, metrics=False)
     assert (result.proven, result.evidence, result.acceptance_length) == (True, "answers", 3.0)
     assert result.tokens == 24
@@ -132,13 +132,13 @@ def test_vllm_that_rejects_all_drafts() -> None:
     assert "accepts none of the drafts" in str(result.cause)
 
 
-def test_causes_of_a_peagle_server_that_makes_no_drafts(tiny_url: str) -> None:
+def test_causes_of_a_peagle_server_without_drafts(tiny_url: str) -> None:
     assert "made none for these requests" in HttpEndpoint(tiny_url).explain(True).cause
     with running(make_backend(k="auto")) as (_, url):
         assert "adaptive drafting expects no gain" in HttpEndpoint(url).explain(True).cause
 
 
-def test_counters_of_another_replica_prove_nothing() -> None:
+def test_counters_of_another_replica_are_no_evidence() -> None:
     result = verify_fake(counters_step=-1)
     assert (result.verdict, result.drafts) == ("unproven", None)
 
@@ -166,7 +166,7 @@ def test_answers_of_the_reference() -> None:
     assert "--exact" in str(different.fix)
 
 
-def test_reference_that_drafts_too() -> None:
+def test_a_reference_that_drafts_is_noted() -> None:
     with fake_vllm() as other, fake_vllm(drafter=False) as plain:
         assert f"{other.url} drafts too" in " ".join(verify_fake(reference=other.url).notes)
         assert "drafts too" not in " ".join(verify_fake(reference=plain.url).notes)
@@ -178,7 +178,7 @@ def test_different_answers_are_exit_code_1() -> None:
         assert run(server.url)["proven"]
 
 
-def test_keys() -> None:
+def test_api_keys() -> None:
     with fake_vllm(key="k") as server:
         assert "answers 401: give its key with --api-key" in run(server.url, code=2)
         assert run(server.url, "--api-key", "k")["proven"]

@@ -20,14 +20,14 @@ from tests.support.deploy.deploying import PAIRS, documents, planned, rendered
 
 pytestmark = pytest.mark.deploy
 
-# Its models alone: the package itself would import a server's dependencies.
+# Import only the models: the package itself imports dependencies of the KServe server.
 sys.modules["kserve"] = types.ModuleType("kserve")
 sys.modules["kserve"].__path__ = [PLACE]
 models = importlib.import_module("kserve.models")
 
 
 def check(kind: str, value: Any, where: str) -> None:
-    """`kind` is OpenAPI's name of a type, as the generated models spell it."""
+    """`kind` is the OpenAPI name of a type, in the spelling of the generated models."""
     if match := re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
@@ -51,7 +51,7 @@ def check(kind: str, value: Any, where: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
 )
-def test_the_service(pair: str, options: dict[str, Any]) -> None:
+def test_the_inference_service_is_valid(pair: str, options: dict[str, Any]) -> None:
     parsed = documents(rendered("kserve", pair, **options))
     deployment = planned("kserve", pair, **options)
     service = parsed["inferenceservice.yaml"]
@@ -67,7 +67,7 @@ def test_the_service(pair: str, options: dict[str, Any]) -> None:
     "way",
     [["spec"], ["spec", "predictor"], ["spec", "predictor", "containers", 0, "readinessProbe"]],
 )
-def test_the_models_know_their_fields(way: list[Any]) -> None:
+def test_the_models_refuse_unknown_fields(way: list[Any]) -> None:
     service = documents(rendered("kserve"))["inferenceservice.yaml"]
     place = service
     for step in way:

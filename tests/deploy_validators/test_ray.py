@@ -28,13 +28,13 @@ def llm_config(pair: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
 )
-def test_llm_config(pair: str, options: dict[str, Any]) -> None:
+def test_the_llm_config_is_valid(pair: str, options: dict[str, Any]) -> None:
     config = LLMConfig(**llm_config(pair, **options))
     deployment = planned("ray", pair, **options)
     assert set(config.engine_kwargs["speculative_config"]) == KEYS
     assert config.engine_kwargs["tensor_parallel_size"] == deployment.gpus
     assert set(config.deployment_config) <= set(DeploymentSchema.model_fields), (
-        "LLMConfig lets these through unread"
+        "LLMConfig does not validate these fields"
     )
     assert config.deployment_config["num_replicas"] == deployment.replicas
     assert config.model_loading_config.model_source == deployment.target

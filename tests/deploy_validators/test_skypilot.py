@@ -25,7 +25,7 @@ def validate(task: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"gpus": 2, "replicas": 3, "gpu": "H100", "port": 9000}], ids=["plain", "big"]
 )
-def test_the_task(pair: str, options: dict[str, Any]) -> None:
+def test_the_task_is_valid(pair: str, options: dict[str, Any]) -> None:
     task = documents(rendered("skypilot", pair, **options))["service.yaml"]
     deployment = planned("skypilot", pair, **options)
     validate(task)
