@@ -1,4 +1,4 @@
-"""Messages of the library name arguments; the command line names options."""
+"""Error messages of the library name arguments; the command line replaces them by options."""
 
 import errno
 from pathlib import Path
@@ -32,11 +32,11 @@ def serve(pair: str, kv_tokens: KTokens = 1, k: K = 7) -> None: ...
         ("kv_tokens without backticks", "kv_tokens without backticks"),
     ],
 )
-def test_name_options(message: str, expected: str) -> None:
+def test_arguments_in_messages_become_options(message: str, expected: str) -> None:
     assert name_options(message, get_command(single)) == expected
 
 
-def test_name_options_that_take_several_values() -> None:
+def test_a_plural_option_matches_a_singular_argument() -> None:
     bench = typer.Typer()
 
     @bench.command()
@@ -45,7 +45,7 @@ def test_name_options_that_take_several_values() -> None:
     assert name_options("use `method` none", get_command(bench)) == "use --methods none"
 
 
-def test_name_options_of_a_group_are_those_of_its_commands() -> None:
+def test_options_of_all_commands_of_a_group_are_known() -> None:
     group = typer.Typer()
     group.command("serve")(serve)
     group.command("other")(lambda: None)
@@ -68,7 +68,7 @@ def test_errors_of_a_command_name_its_options() -> None:
     assert result.stderr == "error: raise --kv-tokens\n"
 
 
-def test_a_folder_that_cannot_be_written_is_named(
+def test_an_unwritable_folder_is_reported_with_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = typer.Typer(cls=Commands)
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written_is_named(
     assert result.stderr.endswith(f"(Not a directory): set PEAGLE_HOME to {fix}\n")
 
 
-def test_other_errors_of_the_system_stay() -> None:
+def test_other_os_errors_are_unchanged() -> None:
     for error in (OSError(errno.EMFILE, "Too many open files", "x"), OSError("cannot write x")):
         assert name_folder(error) == str(error)
 

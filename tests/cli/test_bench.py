@@ -1,4 +1,4 @@
-"""The commands `peagle bench` and `peagle tune`: a tiny pair, a server, Ctrl-C, mistakes."""
+"""The commands `peagle bench` and `peagle tune`: results, endpoints, Ctrl-C, wrong options."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def read_file(folder: Path) -> dict[str, Any]:
 
 
 def all_identical(baseline: int) -> dict[str, Any]:
-    """The check of a cell whose 8 answers equal those of `none` at this concurrency."""
+    """The check of a cell whose answers all equal those of `none` at this concurrency."""
     return {"compared": 8, "identical": 8, "differences": [], "baseline_concurrency": baseline}
 
 
@@ -67,7 +67,7 @@ def test_trees_beside_chains(tiny: Path, tmp_path: Path) -> None:
     assert output.count("p-eagle tree 12") == 1
 
 
-def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
+def test_a_complete_run(tiny: Path, tmp_path: Path) -> None:
     output = bench(tiny, "-k", "2,11", "--concurrency", "1,3", "--out", tmp_path)
     content = read_file(tmp_path)
     assert content["format"] == "peagle-bench/1"
@@ -92,12 +92,11 @@ def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
         if cell["method"] != "none":
             assert len(cell["spec_decode_per_position_acceptance_rates"]) == cell["k"]
     assert "r.json" in output and output.count("8 of 8") == len(cells) - 1
-    assert str(tiny) not in json.dumps(
-        {**content, "command": ""}
-    )  # no path of this machine but what was typed
+    # The command line is the only field that contains a local path.
+    assert str(tiny) not in json.dumps({**content, "command": ""})
 
 
-def test_it_goes_on_where_it_was_stopped(
+def test_an_interrupted_run_resumes(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ("-k", 2, "--methods", "none,p-eagle", "--concurrency", "2", "--out", tmp_path)
@@ -112,7 +111,8 @@ def test_it_goes_on_where_it_was_stopped(
 
     monkeypatch.setattr(NativeRunner, "run", counted)
     stopped = bench(tiny, *args, code=130)
-    assert "4/4 talk none c=2, run 2 of 2" in stopped  # No bar where there is no terminal.
+    # There is no progress bar without a terminal.
+    assert "4/4 talk none c=2, run 2 of 2" in stopped
     assert "the same command resumes the run" in stopped
     assert sorted(cell["repeats"] for cell in read_file(tmp_path)["cells"]) == [1, 2]
     runs.clear()

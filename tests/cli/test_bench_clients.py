@@ -49,7 +49,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The client processes, without the tracker that Python starts beside them."""
+    """The client processes, without Python's resource tracker process."""
     words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     commands = {int(word): Path(f"/proc/{word}/cmdline").read_text() for word in words}
     return [child for child, command in commands.items() if "spawn_main" in command]
@@ -73,12 +73,12 @@ def accept_interrupts() -> None:
 
 
 def interrupt(process: subprocess.Popen[str]) -> str:
-    """Press Ctrl-C until the process ends: Python loses an interrupt that reaches a finalizer.
+    """Send Ctrl-C until the process ends: Python ignores an interrupt that arrives in a finalizer.
 
-    Returns what the process wrote.
+    Returns the output of the process.
     """
     for _ in range(3):
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, signal.SIGINT)  # to the whole process group, like a terminal
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=SECONDS / 3)[1]
     raise AssertionError("the process goes on after three interrupts")
@@ -140,7 +140,7 @@ def test_a_stopped_run_resumes(
     assert len(measured) == 1  # complete
 
 
-def test_a_client_that_dies_is_named_and_finished_runs_are_kept(
+def test_a_client_that_dies_is_reported_and_finished_runs_are_kept(
     load: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = EndpointRunner.run

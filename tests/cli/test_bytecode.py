@@ -1,4 +1,4 @@
-"""Where Python keeps bytecode that the installed packages lack."""
+"""The bytecode cache under PEAGLE_HOME, for installed packages without bytecode."""
 
 import os
 import py_compile
@@ -48,7 +48,7 @@ def assert_nothing_changes(environment: dict[str, str]) -> None:
     assert (environment, sys.pycache_prefix, sys.dont_write_bytecode) == before
 
 
-def test_it_is_kept_under_peagle_home(source: Path, tmp_path: Path) -> None:
+def test_bytecode_is_kept_under_peagle_home(source: Path, tmp_path: Path) -> None:
     environment = {DONT_WRITE_VARIABLE: "1"}
     keep_bytecode(environment, PACKAGE)
     folder = str(tmp_path / "home" / "bytecode")
@@ -56,7 +56,9 @@ def test_it_is_kept_under_peagle_home(source: Path, tmp_path: Path) -> None:
     assert (sys.pycache_prefix, sys.dont_write_bytecode) == (folder, False)
 
 
-def test_read_only_packages(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytecode_of_read_only_packages_is_kept_under_peagle_home(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(bytecode, "access", lambda path, mode: path != source.parent)
     environment: dict[str, str] = {}
@@ -64,44 +66,48 @@ def test_read_only_packages(source: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert PREFIX_VARIABLE in environment
 
 
-def test_packages_with_bytecode(source: Path) -> None:
+def test_packages_with_bytecode_need_no_cache(source: Path) -> None:
     py_compile.compile(str(source), doraise=True)
     assert_nothing_changes({DONT_WRITE_VARIABLE: "1"})
 
 
-def test_packages_beside_which_python_writes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writable_packages_need_no_cache(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert_nothing_changes({})
 
 
-def test_sources_with_fixed_times(source: Path) -> None:
+def test_sources_with_fixed_times_need_no_cache(source: Path) -> None:
     os.utime(source, (315532800, 315532800))  # 1980, the first year of a zip file
     assert_nothing_changes({DONT_WRITE_VARIABLE: "1"})
 
 
-def test_a_package_that_is_not_installed(source: Path) -> None:
+def test_a_package_that_is_not_installed_needs_no_cache(source: Path) -> None:
     source.unlink()
     source.parent.rmdir()
     assert_nothing_changes({DONT_WRITE_VARIABLE: "1"})
 
 
 @pytest.mark.parametrize("prefix", ["/elsewhere", ""])
-def test_what_the_user_has_set_stays(source: Path, prefix: str) -> None:
+def test_variables_of_the_user_are_kept(source: Path, prefix: str) -> None:
     assert_nothing_changes({PREFIX_VARIABLE: prefix, DONT_WRITE_VARIABLE: "1"})
 
 
-def test_an_option_of_the_interpreter_stays(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_the_interpreter_is_kept(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "pycache_prefix", "/elsewhere")  # -X pycache_prefix
     assert_nothing_changes({DONT_WRITE_VARIABLE: "1"})
 
 
-def test_a_home_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+def test_an_unwritable_peagle_home_is_not_used(source: Path, tmp_path: Path) -> None:
     (tmp_path / "home").write_text("")
     assert_nothing_changes({DONT_WRITE_VARIABLE: "1"})
 
 
-def test_no_home_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a user without an entry in /etc/passwd, where HOME is not set."""
+def test_a_missing_home_directory_is_no_error(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user without an entry in /etc/passwd has no home directory if HOME is not set."""
 
     def fail() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -110,7 +116,7 @@ def test_no_home_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_nothing_changes({DONT_WRITE_VARIABLE: "1"})
 
 
-def test_the_next_process_loads_it(source: Path, tmp_path: Path) -> None:
+def test_the_next_process_loads_the_bytecode(source: Path, tmp_path: Path) -> None:
     program = f"""
 import os, sys
 sys.path.insert(0, {str(source.parents[1])!r})
@@ -123,7 +129,9 @@ print({PACKAGE}.value)
     compiled = source.stat().st_mtime
     source.write_text("value = 2\n")
     os.utime(source, (compiled, compiled))
-    assert run_python(program) == ["1"]  # not compiled again: time and size are the same
+    assert run_python(program) == [
+        "1"
+    ]  # Python does not compile the source again, because its time and size are unchanged.
     os.utime(source, (compiled, compiled + 2))
     assert run_python(program) == ["2"]
     assert not list(source.parent.rglob("*.pyc"))

@@ -1,4 +1,4 @@
-"""The command line on a tiny pair: answers, JSON, one line and exit code 2 for every mistake."""
+"""The command line with a tiny pair: answers, JSON, one-line errors with exit code 2."""
 
 import io
 import json
@@ -36,7 +36,7 @@ COMMANDS += [
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target folder with a word tokenizer and a chat template, and drafters beside it."""
+    """A target folder with a word tokenizer and a chat template, and folders of its drafters."""
     return save_tiny_pair(tmp_path_factory.mktemp("tiny"))
 
 
@@ -66,13 +66,13 @@ def test_methods_agree_and_json_is_complete(tiny: Path) -> None:
         assert answer["acceptance_length"] >= 1
         assert answer["tokens_per_second"] > 0
         assert answer["num_draft_tokens"] == 3 * answer["num_drafts"]
-    assert plain["prompt_tokens"] == 4  # the template's <user> and three words
+    assert plain["prompt_tokens"] == 4  # <user> from the template, and three words
     assert plain["acceptance_length"] == 1
     assert plain["startup"].keys() >= {"import", "load", "build"}
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_trees_answer_as_chains_do(tiny: Path, temperature: float) -> None:
+def test_trees_give_the_same_answers(tiny: Path, temperature: float) -> None:
     options = ("--temperature", temperature, "--seed", 3)
     plain = generate(tiny, "--method", "none", *options)
     answer = generate(tiny, "-k", 3, "--drafter", tiny / "p-eagle", "--tree", 12, *options)
@@ -86,7 +86,7 @@ def test_raw_skips_the_template(tiny: Path) -> None:
     assert generate(tiny, "--method", "none", "--raw")["prompt_tokens"] == 3
 
 
-def test_sampling_repeats_and_tells_its_seed(tiny: Path) -> None:
+def test_a_reported_seed_repeats_the_answer(tiny: Path) -> None:
     first = generate(tiny, "--method", "none", "--temperature", 1.5)
     again = generate(
         tiny, "--drafter", tiny / "p-eagle", "--temperature", 1.5, "--seed", first["seed"]
@@ -138,7 +138,7 @@ def test_export_and_check(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["vllm", "speculators", "peagle"])
-def test_export_replaces_only_drafters(tiny: Path, tmp_path: Path, to: str) -> None:
+def test_export_overwrites_only_drafters(tiny: Path, tmp_path: Path, to: str) -> None:
     args = ("export", tiny / "p-eagle", tmp_path, "--to", to)
     for earlier in ("vllm", "speculators", "peagle"):
         run("export", tiny / "p-eagle", tmp_path, "--to", earlier)
@@ -309,7 +309,7 @@ def test_target_by_name_or_folder(tiny: Path) -> None:
     assert json.loads(out)["prompt_tokens"] == 4
 
 
-def test_a_huge_limit_is_no_problem(tiny: Path) -> None:
+def test_a_huge_token_limit_is_accepted(tiny: Path) -> None:
     args = ("--max-tokens", 10**12, "--temperature", 0.7, "--seed", 1, "--method", "none", "--json")
     assert json.loads(run("generate", tiny / "target", "w6", *args))["finish_reason"] in (
         "stop",
@@ -356,7 +356,9 @@ def test_demo(tiny: Path) -> None:
     )
     drafters["p-eagle"].config = replace(drafters["p-eagle"].config, trained=True)
     rows = demo.run_demo(loaded, 3, 4, None, Console(quiet=True))
-    assert [row.method for row in rows] == ["none", "p-eagle"], "trained ones, if there are any"
+    assert [row.method for row in rows] == ["none", "p-eagle"], (
+        "untrained drafters are left out if a trained one exists"
+    )
 
 
 def test_pairs_as_json() -> None:

@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_c
 @pytest.mark.parametrize(("options", "mode"), MODES)
-def test_serve(
+def test_serve_passes_the_mode_to_the_engine(
     options: list[str], mode: str | None, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: list[ServerSettings] = []
@@ -42,8 +42,10 @@ def test_serve(
 
 @needs_c
 @pytest.mark.parametrize(("options", "mode"), MODES)
-def test_bench(options: list[str], mode: str | None, tiny: Path, tmp_path: Path) -> None:
-    """A result file says in which mode each cell ran."""
+def test_bench_records_the_mode_of_each_cell(
+    options: list[str], mode: str | None, tiny: Path, tmp_path: Path
+) -> None:
+    """A result file contains the exact mode of each cell."""
     bench(tiny, tmp_path, "bfloat16", *options)
     content = json.loads((tmp_path / "r.json").read_text())
     assert [cell["exact_mode"] for cell in content["cells"]] == [mode or "off"] * 2
@@ -68,12 +70,12 @@ def bench(tiny: Path, out: Path, dtype: str, *options: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["--exact", "--no-exact"])
-def test_it_is_not_for_endpoints(option: str, tiny: Path) -> None:
+def test_the_option_is_refused_for_endpoints(option: str, tiny: Path) -> None:
     given = ("--endpoint", "http://127.0.0.1:9", "--set", tiny / "talk.jsonl")
     assert "--exact is for peagle's own engine" in run("bench", *given, option, code=2)
 
 
-def test_tune_measures_what_serve_runs(
+def test_tune_uses_the_default_of_serve(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))

@@ -30,7 +30,7 @@ def test_a_file_is_not_a_prompt(tmp_path: Path) -> None:
         assert f"{name} is a file, not a prompt" in refusal("generate", name)
 
 
-def test_a_mistyped_path_is_no_hub_id() -> None:
+def test_a_mistyped_path_is_not_taken_for_a_hub_id() -> None:
     for command in (["generate", "models/m.gguf", "hi"], ["pull", "models/m.gguf"]):
         assert "there is no file models/m.gguf" in refusal(*command)
     words = ("generate", "hi", "--target", "models/m.gguf")

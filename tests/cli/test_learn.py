@@ -93,5 +93,5 @@ def test_rollback_and_purge(learned: Path) -> None:
     assert json.loads(run("learn", "status", learned, "--json"))["versions"] == []
 
 
-def test_another_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_learning_is_refused(tmp_path: Path) -> None:
     assert "is not a folder of" in run("learn", "status", tmp_path, code=2)

@@ -1,4 +1,4 @@
-"""How PyTorch's threads wait, as `import peagle` sets it."""
+"""`import peagle` sets OMP_WAIT_POLICY, so that idle threads of PyTorch sleep."""
 
 import os
 import subprocess
@@ -16,13 +16,13 @@ def test_threads_sleep_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", SPIN_VARIABLES)
-def test_what_the_user_has_set_stays(name: str) -> None:
+def test_variables_of_the_user_are_kept(name: str) -> None:
     environment = {name: "active"}
     avoid_spinning(environment)
     assert environment == {name: "active"}
 
 
-def test_it_is_set_before_torch_is_imported() -> None:
+def test_the_variable_is_set_before_torch_is_imported() -> None:
     kept = {name: text for name, text in os.environ.items() if name not in SPIN_VARIABLES}
     program = "import os, sys, peagle; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Other processes compile the modules that a command imports."""
+"""Bytecode of the modules that a command imports is compiled by parallel processes."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ TIMEOUT = 60
 
 @pytest.fixture
 def listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A list of three files: of a package, of a module, and of a package that is not installed."""
+    """A list of files of a package, of a module, and of a package that is not installed."""
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "bytecode"))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(parallel_bytecode, "MIN_FILES", 1)
@@ -67,34 +67,35 @@ def test_missing_bytecode_is_compiled(listing: Path, tmp_path: Path) -> None:
     assert f"matches {tmp_path / 'packages' / PACKAGE / 'part.py'}" in done.stderr
 
 
-def test_nothing_is_started_where_bytecode_exists(
+def test_no_process_is_started_if_bytecode_exists(
     listing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = compile_missing(listing)
     assert process is not None
     process.wait(TIMEOUT)
-    monkeypatch.setattr(parallel_bytecode, "MIN_FILES", 2)  # One of them is not valid.
+    # wrong.py is not valid and has no bytecode.
+    monkeypatch.setattr(parallel_bytecode, "MIN_FILES", 2)
     assert compile_missing(listing) is None
 
 
-def test_nothing_is_started_where_python_writes_no_bytecode(
+def test_no_process_is_started_if_python_writes_no_bytecode(
     listing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     assert compile_missing(listing) is None
 
 
-def test_nothing_is_started_on_one_core(listing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_started_on_one_core(listing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_bytecode, "usable_cores", lambda: 1)
     assert compile_missing(listing) is None
 
 
-def test_a_folder_that_cannot_be_written(listing: Path, tmp_path: Path) -> None:
+def test_no_process_is_started_if_the_folder_is_not_writable(listing: Path, tmp_path: Path) -> None:
     (tmp_path / "bytecode").write_text("")
     assert compile_missing(listing) is None
 
 
-def test_a_folder_that_cannot_be_written_any_more(listing: Path, tmp_path: Path) -> None:
+def test_processes_ignore_a_folder_that_is_not_writable(listing: Path, tmp_path: Path) -> None:
     (tmp_path / "bytecode").write_text("")
     process = start(list(sources(listing)), 2)
     assert process.wait(TIMEOUT) == 0
@@ -110,12 +111,12 @@ def test_a_folder_that_cannot_be_written_any_more(listing: Path, tmp_path: Path)
         (["/bin/peagle"], False),
     ],
 )
-def test_commands_that_load_models(arguments: list[str], expected: bool) -> None:
+def test_commands_that_load_models_are_recognized(arguments: list[str], expected: bool) -> None:
     assert loads_models(arguments) is expected
 
 
-def test_the_list_has_what_a_command_imports() -> None:
-    """Other versions of a package may have other files: few, or the list is out of date."""
+def test_the_file_list_is_up_to_date() -> None:
+    """Only a few imported files may be missing: they differ between versions of a package."""
     listed = set(sources(FILE_LIST))
     script = """
 import sys

@@ -1,4 +1,4 @@
-"""How the program `peagle` ends."""
+"""The exit of the program `peagle`."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# The application is replaced: prints, and leaves something to be done when Python ends.
+# Replaces the application by one that prints an answer and registers an atexit handler.
 SCRIPT = """
 import atexit, sys
 from peagle.cli import program
@@ -36,12 +36,12 @@ def run(code: int, *arguments: str, stdout: int = subprocess.PIPE) -> tuple[int,
         (0, "bench", "answerat the end\n"),
     ],
 )
-def test_only_generate_ends_at_once(code: int, command: str, output: str) -> None:
+def test_only_generate_skips_the_exit_handlers(code: int, command: str, output: str) -> None:
     assert run(code, command) == (code, output)
 
 
 def test_a_closed_output_is_no_error() -> None:
-    """Python then has no `sys.stdout`, and drops what is printed."""
+    """With a closed stdout, `sys.stdout` is None and output is discarded."""
     command = [sys.executable, "-c", SCRIPT, "0", "generate"]
     closing = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     done = subprocess.run(closing, stderr=subprocess.PIPE, check=False, timeout=120)

@@ -1,4 +1,4 @@
-"""The commands, from two folders to an endpoint on a fake AWS and back."""
+"""The SageMaker commands with a fake AWS: deploy, verify, status and delete an endpoint."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def s3(aws: Clients, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """S3 with SageMaker's default bucket; the cache is in a temporary folder."""
+    """S3 with SageMaker's default bucket, and a temporary cache folder."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
     where = {"LocationConstraint": REGION}
     aws["s3"].create_bucket(
@@ -68,7 +68,7 @@ def uploaded(s3: Any) -> list[str]:
     ]
 
 
-def test_from_folders_to_an_endpoint_and_back(
+def test_an_endpoint_is_created_and_deleted(
     tiny: Path, aws: Clients, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = json.loads(deploy(tiny, "--dry-run").stdout)
@@ -80,14 +80,14 @@ def test_from_folders_to_an_endpoint_and_back(
         for step in planned
         if step.get("operation") == "CreateModel"
     ]
-    assert model in existing_names(aws), "the dry run named what was made"
+    assert model in existing_names(aws), "the dry run printed the name of the created model"
     names = [key.rsplit("/", 2)[-2:] for key in uploaded(s3)]
     assert ["target", "model.safetensors"] in names and ["target", "tokenizer.json"] in names
     assert [name for folder, name in names if folder.startswith("eagle-")] == [
         "config.json",
         "model.safetensors",
     ]
-    monkeypatch.setattr(uploading, "upload_file", None)  # a second upload would fail
+    monkeypatch.setattr(uploading, "upload_file", None)  # A second upload would raise an error.
     assert "nothing changed" in deploy(tiny, "--wait").stdout
     assert json.loads(run("sagemaker", "status", NAME, "--json").stdout)["status"] == "InService"
     assert "InService" in run("sagemaker", "status", NAME).stdout
@@ -96,7 +96,7 @@ def test_from_folders_to_an_endpoint_and_back(
     assert "check --region" in run("sagemaker", "delete", NAME, "--yes", code=2).stderr
 
 
-def test_a_failure_leaves_only_weights(
+def test_a_failure_removes_everything_but_the_weights(
     tiny: Path, aws: Clients, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, "CreateEndpoint")
@@ -109,7 +109,7 @@ def test_a_failure_leaves_only_weights(
     assert existing_names(aws) == [] and uploaded(s3)
 
 
-def test_only_the_weights(tiny: Path, aws: Clients, s3: Any) -> None:
+def test_upload_only_sends_only_the_weights(tiny: Path, aws: Clients, s3: Any) -> None:
     assert "the weights are in s3://" in deploy(tiny, "--upload-only").stdout
     assert existing_names(aws) == [] and len(uploaded(s3)) >= 4
 
@@ -131,7 +131,7 @@ def test_without_confirmation_nothing_is_deleted(tiny: Path, aws: Clients, s3: A
     assert existing_names(aws) == before
 
 
-def test_without_credentials_nothing_is_fetched(
+def test_missing_credentials_are_reported_before_any_download(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
@@ -144,9 +144,7 @@ def test_without_credentials_nothing_is_fetched(
     assert not (tmp_path / "home").exists()
 
 
-def test_without_boto3_there_is_still_the_dry_run(
-    monkeypatch: pytest.MonkeyPatch, tiny: Path
-) -> None:
+def test_the_dry_run_works_without_boto3(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     hidden = (
         "import sys; sys.modules['boto3'] = sys.modules['botocore'] = None;"
         " from peagle.cli import app; app()"
