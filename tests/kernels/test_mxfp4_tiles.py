@@ -1,4 +1,4 @@
-"""Tiles of MXFP4 matrices. The kernel that reads them: test_engine_kernels.py, on a GPU."""
+"""Tiles of MXFP4 matrices. The kernel that reads them is tested in test_engine_kernels.py."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ UNIT_SCALE = 127
 
 
 def decode_words(tiles: Tensor) -> Tensor:
-    """The weights [16, 128] of one tile, by the shifts and masks of the kernel."""
+    """Decode the weights [16, 128] of one tile with the shifts and masks of the kernel."""
     words = tiles.contiguous().view(torch.int32).long() & 0xFFFFFFFF  # [16, 16]
     patterns = (
         words & 0x81C081C0,
@@ -35,7 +35,7 @@ def test_shifts_and_masks_decode_every_code() -> None:
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(16, 128), (48, 64), (32, 2880)])
-def test_tiles_are_a_rearrangement(rows: int, inputs: int) -> None:
+def test_tiles_are_converted_back(rows: int, inputs: int) -> None:
     codes = random_bytes(0, 256, rows, inputs // 2)
     scales = random_bytes(0, 256, rows, inputs // 32)
     tiles, tile_scales = to_tiles(codes, scales)
@@ -46,7 +46,7 @@ def test_tiles_are_a_rearrangement(rows: int, inputs: int) -> None:
     assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
 
 
-def test_matrices_for_a_gpu() -> None:
+def test_matrices_are_tiled_for_a_gpu() -> None:
     codes = random_bytes(0, 256, 3, 32, 48)
     scales = random_bytes(100, MAX_FAST_SCALE + 1, 3, 32, 3)
     matrices = ExpertMatrices(codes, scales)
@@ -58,8 +58,8 @@ def test_matrices_for_a_gpu() -> None:
         assert torch.equal(dense, matrices.dense(expert, torch.float32))
 
 
-def test_matrices_that_keep_their_order() -> None:
-    """Rows in float32, too large scales, and numbers of outputs that do not fit."""
+def test_matrices_that_are_not_tiled() -> None:
+    """float32 rows, scales that are too large, and unsupported numbers of outputs."""
     codes = random_bytes(0, 256, 2, 32, 32)
     scales = random_bytes(100, 120, 2, 32, 2)
     matrices = ExpertMatrices(codes, scales)

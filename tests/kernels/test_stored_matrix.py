@@ -1,4 +1,4 @@
-"""Dequantization in PyTorch gives the bits of gguf.quants."""
+"""Dequantization in PyTorch gives the same bits as gguf.quants."""
 
 import pytest
 import torch

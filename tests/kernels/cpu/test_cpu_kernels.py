@@ -1,4 +1,4 @@
-"""The C kernels: against their PyTorch references, and independent of a row's neighbors."""
+"""The C kernels equal their PyTorch references, and do not depend on the other rows of a batch."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def test_attention(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 16, 33, 4099])
 def test_argmax(size: int, dtype: torch.dtype) -> None:
-    logits = some(9, size + 3).to(dtype)[:, 1 : size + 1]  # rows apart
+    logits = some(9, size + 3).to(dtype)[:, 1 : size + 1]  # rows with gaps between them
     ids = ops.argmax(logits)
     assert ids is not None and torch.equal(ids, logits.argmax(-1))
     tied = torch.zeros(2, size, dtype=dtype)
@@ -62,7 +62,7 @@ def test_argmax(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("cpu_level")
 def test_nan_stays_nan() -> None:
-    """The engine must notice it, and fail the request instead of answering with noise."""
+    """NaN must reach the engine, which then fails the request instead of returning noise."""
     x = torch.tensor([[float("nan"), 1.0, float("inf"), -3.0]]).bfloat16()
     normed, _ = ops.add_norm(x, x, torch.ones(4).bfloat16(), 1e-5, None)  # type: ignore[misc]
     assert normed.isnan().any()
@@ -93,7 +93,7 @@ def test_attention_does_not_depend_on_neighbors(dtype: torch.dtype, sinks: Tenso
     query = some(length, heads, d).to(dtype)
 
     def run(spans: list[tuple[int, int]]) -> Tensor:
-        """Attend with rows first..end of request 0, 1, ...; return those of request 0."""
+        """Run attention for rows first..end of requests 0, 1, ...; return the rows of request 0."""
         counts = torch.tensor([end - first for first, end in spans]).int()
         block = torch.cat([query[first:end] for first, end in spans])
         out = torch.zeros_like(block)

@@ -1,4 +1,4 @@
-"""Layers in one C call have the bits of their kernels one by one, and of any number of rows."""
+"""Layers in one C call give the same bits as separate kernel calls, for any number of rows."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class PassResult(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def own_home(cpu_level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set after the library of the level was loaded from the usual folder."""
+    """Set PEAGLE_HOME after the library was loaded from the usual folder."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "home"))
 
 
@@ -45,7 +45,7 @@ def fused(target: Target) -> FusedLlamaTarget:
 
 
 def run(verifier: FusedLlamaTarget, target: Target, counts: tuple[int, int]) -> PassResult:
-    """The first rows of two requests, and two rows of padding, which have no slot."""
+    """Run a pass of two requests, with two padding rows that have no slot."""
     kv_cache = KVCache(target_kv_shapes(target), 6, PAGE_SIZE, torch.device("cpu"))
     owner = torch.tensor([0, 1]).repeat_interleave(torch.tensor(counts))
     positions = torch.cat([torch.arange(count) for count in counts])
@@ -68,7 +68,7 @@ def run(verifier: FusedLlamaTarget, target: Target, counts: tuple[int, int]) -> 
 
 
 def use_calls(verifier: FusedLlamaTarget, calls: str) -> None:
-    """How the layers run: all in one C call, a call for each, or one for each of their kernels."""
+    """Run all layers in one C call, each layer in one call, or each kernel in one call."""
     assert verifier.cpu_layers is not None
     if calls != "one":
         verifier.cpu_layers = None
@@ -100,14 +100,14 @@ def check_layers(target: Target, int8: bool) -> None:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_in_one_call(name: str, dtype: torch.dtype, int8: bool) -> None:
-    """With biases, head norms and padding rows; in float32 with weights that bf16 holds."""
+def test_all_layers_in_one_call(name: str, dtype: torch.dtype, int8: bool) -> None:
+    """Covers biases, head norms and padding rows; float32 weights are exact in bf16."""
     target = make_target(name)
     target.model.to(torch.bfloat16).to(dtype)
     check_layers(target, int8)
 
 
-# Each format natively in both dtypes, in int8 in one of them, and at other levels in one dtype.
+# On the native level each format runs in both dtypes with and without int8, elsewhere in one case.
 STORED_CASES = [
     (format, dtype, int8) for format in STORED for dtype in DTYPES for int8 in (False, True)
 ]
@@ -142,7 +142,7 @@ def test_float32_weights_that_are_not_exact_in_bf16_have_no_packed_copy() -> Non
 
 
 def test_layers_of_different_widths() -> None:
-    """The scratch memory fits the widest of them."""
+    """The scratch memory is sized for the widest layer."""
     target = make_target("llama")
     wide: Any = target.layers[1]
     hidden = target.hidden_size

@@ -1,4 +1,4 @@
-"""Layers with sinks and experts in one C call have the bits of their kernels one by one."""
+"""Layers with sinks and experts in one C call give the same bits as separate kernel calls."""
 
 from itertools import pairwise
 
@@ -51,7 +51,7 @@ def make_layer(seed: int, window: int | None, dtype: torch.dtype) -> FusedLayer:
 
 
 def make_rows() -> RowPass:
-    """Rows of two requests, and two rows of padding, which have no slot."""
+    """Rows of two requests, and two padding rows that have no slot."""
     tables = torch.tensor([[3, 0], [1, 2]]).int()
     owner = torch.tensor([0, 1]).repeat_interleave(torch.tensor(COUNTS))
     positions = torch.cat(
@@ -88,7 +88,7 @@ def run_kernels(
     keys: Tensor,
     values: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """A layer, kernel by kernel: the output of its experts, and the residual stream."""
+    """Run a layer kernel by kernel; return the output of its experts and the residual stream."""
     qkv, out, _, _, moe = layer.matrices
     assert moe is not None
     projected = qkv(normed)
@@ -105,7 +105,7 @@ def run_kernels(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_in_one_call(dtype: torch.dtype) -> None:
+def test_all_layers_in_one_call(dtype: torch.dtype) -> None:
     windows = (None, 7)
     layers = [make_layer(50 * i, window, dtype) for i, window in enumerate(windows)]
     rows = make_rows()
@@ -136,8 +136,8 @@ def test_in_one_call(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sinks_and_windows_matter(dtype: torch.dtype) -> None:
-    """The comparison above would not notice what both ways forget."""
+def test_sinks_and_windows_have_an_effect(dtype: torch.dtype) -> None:
+    """The comparison above would not detect a part that both implementations omit."""
     rows = make_rows()
     rope = some(64, HEAD_DIM)
     x = some(len(rows.positions), HIDDEN).to(dtype)

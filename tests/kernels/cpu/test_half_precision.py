@@ -1,4 +1,4 @@
-"""Half precision widened by the C kernels: every number, at every level."""
+"""The C kernels widen every half-precision number exactly, at every CPU level."""
 
 import ctypes
 import subprocess

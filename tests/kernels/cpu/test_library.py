@@ -1,4 +1,4 @@
-"""The C library: compiled once, cached, rebuilt if broken; PyTorch runs without a compiler."""
+"""The C library is compiled once, cached and rebuilt if broken; PyTorch is the fallback."""
 
 import shutil
 import threading
@@ -26,7 +26,7 @@ def quick_builds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def copying_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A compiler that copies this machine's library: most tests need a build, whatever is built."""
+    """A fake compiler that copies the built library: most tests do not depend on what is built."""
     assert COMPILER is not None
     library.load_or_build(COMPILER, NATIVE)
     built = library.library_path(COMPILER, NATIVE)
@@ -36,7 +36,7 @@ def copying_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     "compiler",
-    [  # With the first one most tests run, and test_gcc_before_12 builds.
+    [  # test_gcc_before_12_builds_the_library covers the first compiler as well.
         pytest.param(compiler, marks=pytest.mark.slow if compiler == COMPILER else [])
         for compiler in installed(compiler_names())
     ],
@@ -51,7 +51,7 @@ def check_one_build(compiler: str, home: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PEAGLE_HOME", str(home))
     assert library.load_or_build(compiler, NATIVE).functions
     files = {file.suffix for file in (home / "kernels").iterdir()}
-    assert files - {".lock"} == {".sha256", ".so"}, "no temporary files are left"
+    assert files - {".lock"} == {".sha256", ".so"}, "temporary files are left"
 
     def never(*_: object) -> None:
         raise AssertionError("compiled again")
@@ -64,25 +64,25 @@ def check_one_build(compiler: str, home: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_one_of_several_processes_builds_the_library(
     copying_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads stand for the processes: each of them opens the lock's file."""
+    """Threads simulate the processes: each of them opens the lock file."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     built: list[Path] = []
-    looked: set[int] = set()
-    all_looked = threading.Barrier(3)
+    waited: set[int] = set()
+    all_loaded = threading.Barrier(3)
     load_intact, build = library.load_intact, library.build
 
-    def look_together(path: Path) -> library.Library | None:
+    def load_together(path: Path) -> library.Library | None:
         loaded = load_intact(path)
-        if threading.get_ident() not in looked:
-            looked.add(threading.get_ident())
-            all_looked.wait(60)
+        if threading.get_ident() not in waited:
+            waited.add(threading.get_ident())
+            all_loaded.wait(60)
         return loaded
 
     def count(compiler: str, level: CpuLevel, path: Path) -> None:
         built.append(path)
         build(compiler, level, path)
 
-    monkeypatch.setattr(library, "load_intact", look_together)
+    monkeypatch.setattr(library, "load_intact", load_together)
     monkeypatch.setattr(library, "build", count)
     with ThreadPoolExecutor(3) as executor:
         loaded = executor.map(lambda _: library.load_or_build(copying_compiler, NATIVE), range(3))
@@ -101,7 +101,7 @@ def test_a_broken_file_is_built_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether or not its digest is the recorded one."""
+    """The file is rebuilt whether or not its digest matches the recorded one."""
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
     file = library.library_path(copying_compiler, NATIVE)
     file.parent.mkdir()
@@ -112,7 +112,7 @@ def test_a_broken_file_is_built_again(
 
 
 @needs_compiler
-def test_the_cache_key_depends_on_everything() -> None:
+def test_the_cache_key_depends_on_level_cpu_and_flags() -> None:
     assert COMPILER is not None
     keys = [
         library.cache_key(COMPILER, NATIVE),
@@ -123,7 +123,7 @@ def test_the_cache_key_depends_on_everything() -> None:
     assert len(set(keys)) == len(keys) >= 4
 
 
-def test_no_compiler() -> None:
+def test_a_missing_compiler_is_reported() -> None:
     result = library.load_library(["no-such-compiler"])
     assert result[:2] == (None, "pytorch: no C compiler found (gcc 9 or newer, or clang)")
 
@@ -183,7 +183,7 @@ def test_the_next_compiler_is_tried(
 
 
 @needs_compiler
-def test_a_compiler_of_two_names_is_tried_once(tmp_path: Path) -> None:
+def test_a_compiler_with_two_names_is_tried_once(tmp_path: Path) -> None:
     assert COMPILER is not None
     link = tmp_path / "another-name"
     link.symlink_to(COMPILER)
@@ -193,7 +193,7 @@ def test_a_compiler_of_two_names_is_tried_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_gcc_before_12_builds_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With this machine's gcc, from which what gcc 12 added is taken away."""
+    """The gcc of this machine runs without the built-in that gcc 12 added."""
     assert COMPILER is not None
     if "Free Software Foundation" not in library.compiler_version(COMPILER):
         pytest.skip("gcc is not installed")
@@ -205,8 +205,8 @@ def test_gcc_before_12_builds_the_library(tmp_path: Path, monkeypatch: pytest.Mo
 
 @needs_compiler
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_was_built_is_reported(level: CpuLevel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the flags of users, whose libraries other tests have built
+def test_the_build_is_reported(level: CpuLevel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # Use the normal flags, whose libraries other tests have built.
     monkeypatch.setenv("PEAGLE_CPU_LEVEL", level.name)
     assert COMPILER is not None
     built = library.load_library([COMPILER]).build
@@ -218,7 +218,9 @@ def test_what_was_built_is_reported(level: CpuLevel, monkeypatch: pytest.MonkeyP
         assert built.features == ("f16c",) and built.name == level.name
 
 
-def test_an_unknown_level_names_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_level_is_reported_with_supported_levels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PEAGLE_CPU_LEVEL", "avx1024")
     result = library.load_library(compiler_names())
     assert result.library is None and result.state.startswith(
@@ -245,8 +247,8 @@ def test_levels_of_a_machine(machine: str, features: str, names: list[str]) -> N
 
 
 @needs_compiler
-def test_the_same_answer_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, where rounding decides nothing."""
+def test_answers_are_equal_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, rounding differences do not change the tokens."""
 
     def answer() -> tuple[str, list[int]]:
         engine = engine_of(pair_of(make_target()), "none")

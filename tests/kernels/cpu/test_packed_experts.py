@@ -1,4 +1,4 @@
-"""Experts in C: against PyTorch in every format, with bits that depend on nothing but the row."""
+"""Experts in C equal PyTorch in every format; the bits of a row do not depend on other rows."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ ACTIVATIONS = {
 def some_experts(
     format: str, bias: bool = True, hidden: int = HIDDEN, inner: int = INNER
 ) -> tuple[ExpertMatrices, ExpertMatrices]:
-    """gate_up and down"""
+    """The matrices gate_up and down."""
     return (
         some_expert_matrices(format, EXPERTS, 2 * inner, hidden, bias),
         some_expert_matrices(format, EXPERTS, hidden, inner, bias, seed=20),
@@ -34,7 +34,7 @@ def some_experts(
 
 
 def some_routes(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """chosen and weights [rows, TOP_K]; expert 2 is never chosen."""
+    """Chosen experts and their weights [rows, TOP_K]; expert 2 is never chosen."""
     scores = some(rows, EXPERTS, seed=seed)
     scores[:, 2] = -100
     top = scores.topk(TOP_K)
@@ -94,12 +94,14 @@ def test_codes_are_not_packed_again_for_rows_of_int8(format: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "inner"), [(34, 18), (160, 50), (2, 2)])
-def test_sizes_that_are_no_multiples(hidden: int, inner: int, dtype: torch.dtype) -> None:
+def test_sizes_that_are_not_multiples_of_a_block(
+    hidden: int, inner: int, dtype: torch.dtype
+) -> None:
     for format in ("float", "int8"):
         matrices = some_experts(format, True, hidden, inner)
         packed = PackedExperts(*matrices, ACTIVATIONS["clamped"])
         expected = StoredExperts(*matrices, ACTIVATIONS["clamped"])
-        x = some(40, hidden + 6).to(dtype)[:, 3 : hidden + 3]  # rows apart
+        x = some(40, hidden + 6).to(dtype)[:, 3 : hidden + 3]  # rows with gaps between them
         routes = some_routes(40)
         near(packed(x, *routes), expected(x, *routes), 4)
     assert packed(x[:0], *(route[:0] for route in routes)).shape == (0, hidden)
@@ -107,10 +109,10 @@ def test_sizes_that_are_no_multiples(hidden: int, inner: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", EXPERT_FORMATS)
-def test_bits_depend_on_the_row_only(
+def test_bits_depend_only_on_the_row(
     format: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on the number of rows, their place, the experts of others, or the number of threads."""
+    """Number and order of rows, experts of other rows and number of threads have no effect."""
     packed = PackedExperts(*some_experts(format), ACTIVATIONS["clamped"])
     x = some_rows(130, dtype)
     chosen, weights = some_routes(130)
@@ -124,7 +126,7 @@ def test_bits_depend_on_the_row_only(
         assert torch.equal(packed(x[:3], chosen[:3], weights[:3]), whole[:3])
 
 
-def test_more_experts_than_share_the_threads() -> None:
+def test_more_experts_than_threads() -> None:
     matrices = [
         some_expert_matrices("float", 150, outputs, 32, bias=True, seed=outputs)
         for outputs in (64, 32)
@@ -138,9 +140,9 @@ def test_more_experts_than_share_the_threads() -> None:
     near(packed(x, chosen, weights), expected(x, chosen, weights), 4)
 
 
-def test_mxfp4_has_the_bits_of_the_multiplied_out_matrices() -> None:
+def test_mxfp4_equals_the_dequantized_matrices() -> None:
     matrices = some_experts("mxfp4")
-    multiplied_out = [
+    dequantized = [
         ExpertMatrices(
             torch.stack([part.dense(expert, torch.float32) for expert in range(EXPERTS)]),
             None,
@@ -149,7 +151,7 @@ def test_mxfp4_has_the_bits_of_the_multiplied_out_matrices() -> None:
         for part in matrices
     ]
     stored, dense = (
-        PackedExperts(*parts, ACTIVATIONS["clamped"]) for parts in (matrices, multiplied_out)
+        PackedExperts(*parts, ACTIVATIONS["clamped"]) for parts in (matrices, dequantized)
     )
     x = some_rows(50, torch.float32)
     routes = some_routes(50)
@@ -158,7 +160,7 @@ def test_mxfp4_has_the_bits_of_the_multiplied_out_matrices() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+def test_non_finite_values_stay_in_their_row(dtype: torch.dtype) -> None:
     packed = PackedExperts(*some_experts("float"), ACTIVATIONS["clamped"])
     x = some_rows(9, dtype)
     routes = some_routes(9)
@@ -169,7 +171,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     assert torch.equal(result[others], whole[others]) and result[4].isnan().all()
 
 
-def test_an_expert_that_does_not_exist_adds_nothing() -> None:
+def test_invalid_expert_ids_are_ignored() -> None:
     packed = PackedExperts(*some_experts("float"), ACTIVATIONS["swiglu"])
     x = some_rows(3, torch.float32)
     chosen, weights = some_routes(3)
@@ -205,8 +207,8 @@ def test_router(dtype: torch.dtype, biased: bool, normalized: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_counted(dtype: torch.dtype) -> None:
-    """The counts are those of the last call."""
+def test_rows_of_each_expert_are_counted(dtype: torch.dtype) -> None:
+    """The counts describe the last call only."""
     packed = PackedExperts(*some_experts("float"), ACTIVATIONS["swiglu"])
     router = PackedMatrix(some(EXPERTS, HIDDEN, seed=9).bfloat16() / 4)
     counts = torch.full((EXPERTS + 1,), 99, dtype=torch.int32)
@@ -229,7 +231,7 @@ def test_equal_logits_choose_the_first_experts() -> None:
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_rows_of_nan_choose_experts_too(normalized: bool) -> None:
+def test_rows_with_nan_choose_valid_experts(normalized: bool) -> None:
     packed = PackedExperts(*some_experts("float"), ACTIVATIONS["swiglu"])
     moe = PackedMoe(packed, PackedMatrix(torch.ones(EXPERTS, HIDDEN)), EXPERTS, normalized)
     x = some_rows(2, torch.float32)
@@ -237,7 +239,7 @@ def test_rows_of_nan_choose_experts_too(normalized: bool) -> None:
     assert moe(x)[0].isnan().all() and moe(x)[1].isfinite().all()
 
 
-def test_what_can_be_packed() -> None:
+def test_which_experts_can_be_packed() -> None:
     gate_up, down = some_experts("float")
     assert can_pack_experts(gate_up, down) and not can_pack_experts(gate_up, down, torch.float16)
     inexact = ExpertMatrices(gate_up.weight + 1e-4)

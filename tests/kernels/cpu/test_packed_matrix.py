@@ -1,4 +1,4 @@
-"""Packed matrices: products in every format, whose bits depend on nothing but the row."""
+"""Products of packed matrices in every format; the bits of a row do not depend on other rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,18 +27,18 @@ from tests.support.models.gguf_files import random_blocks
 pytestmark = pytest.mark.usefixtures("cpu_level")
 DTYPES = [torch.float32, torch.bfloat16]
 INPUTS = 512
-OUTPUTS = 101  # no multiple of a panel: 16, 32 or 48 outputs, or 12 on ARM
+OUTPUTS = 101  # not a multiple of a panel: 16, 32 or 48 outputs, or 12 on ARM
 ROW_COUNTS = [*range(1, 10), 17, 33, 64, 65]
-INT8_FORMATS = FORMATS[1:]  # with rows in int8; a weight in bf16 is rounded to INT8 first
+INT8_FORMATS = FORMATS[1:]  # formats for int8 rows; a bf16 weight is rounded to INT8 first
 EVERY_FORMAT = [*((name, False) for name in FORMATS), *((name, True) for name in INT8_FORMATS)]
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error
-# Each addition of a sum rounds, but the errors are of both signs and partial sums are smaller than
-# the sum of sizes: in practice the error is a few roundings of that. A code that is off by one
+# Each addition rounds, but errors have both signs and partial sums are smaller than the sum of
+# magnitudes: in practice the error is a few roundings of that sum. A code that is off by one
 # changes a product of 512 inputs by thousands of roundings.
 SUM_ROUNDINGS = 16
-# Codes without their minimum, or with 128 added to them, are larger than the weight.
+# Codes before the subtraction of their minimum, or with 128 added, are larger than the weight.
 CODE_ROUNDINGS = 32
-# The first byte of the codes in a block, and of what follows them.
+# The range of bytes in a block that contains the codes.
 CODE_BYTES = {
     "Q4_0": (2, 18),
     "Q4_1": (4, 20),
@@ -71,18 +71,18 @@ def dense(weight: Packable) -> Tensor:
 
 
 def some_rows(count: int, dtype: torch.dtype, k: int = INPUTS) -> Tensor:
-    """Rows apart, of which some inputs are much larger than others."""
+    """Rows with gaps between them; some inputs are much larger than others."""
     x = some(count, k + 6) * (1 + 20 * (some(1, k + 6, seed=1) > 2))
     return x.to(dtype)[:, 4 : k + 4]
 
 
 class QuantizedRows(NamedTuple):
     values: Tensor  # [T, K] float64
-    tolerance: Tensor  # [T, K] float64: one step where rounding has a tie, or nearly so
+    tolerance: Tensor  # [T, K] float64: one step at rounding ties and near them
 
 
 def quantize_rows(x: Tensor) -> QuantizedRows:
-    """x [T, K] as int8 rows have it: 32 inputs with one step."""
+    """x [T, K] rounded to int8, with one step size for each 32 inputs."""
     padded = pad(x.float(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
     largest = padded.abs().amax(2, keepdim=True)
     steps = (largest / 127).double()
@@ -96,7 +96,7 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
 def check_product(
     matrix: PackedMatrix, x: Tensor, weight: Tensor, bias: Tensor | None, roundings: float
 ) -> None:
-    """Compare with the product in float64; the error is bounded by roundings of the sum."""
+    """Compare with the product in float64; `roundings` bounds the relative error of the sum."""
     wide, tolerance = x.double(), None
     if matrix.int8_rows:
         wide, tolerance = quantize_rows(x)
@@ -144,7 +144,7 @@ def test_products_of_int8_rows(format: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_weight_has_the_bits_of_the_dequantized_one(format: str) -> None:
+def test_products_equal_those_of_the_dequantized_weight(format: str) -> None:
     """The product with a unit vector is a column of the weight."""
     weight = make_weight(format, k=256)
     matrix = PackedMatrix(weight)
@@ -159,10 +159,10 @@ def test_the_weight_has_the_bits_of_the_dequantized_one(format: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("format", "int8_rows"), EVERY_FORMAT)
-def test_bits_depend_on_the_row_only(
+def test_bits_depend_only_on_the_row(
     format: str, dtype: torch.dtype, int8_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on the number of rows, their place, or the number of threads."""
+    """Number and order of rows and the number of threads have no effect."""
     matrix = PackedMatrix(make_weight(format), some(OUTPUTS), int8_rows)
     x = some_rows(130, dtype)
     whole = matrix(x)
@@ -182,7 +182,9 @@ def test_bits_depend_on_the_row_only(
 @pytest.mark.parametrize("int8_rows", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 2), (16, 30), (49, 34), (97, 66), (130, 162)])
-def test_sizes_that_are_no_multiples(n: int, k: int, dtype: torch.dtype, int8_rows: bool) -> None:
+def test_sizes_that_are_not_multiples_of_a_block(
+    n: int, k: int, dtype: torch.dtype, int8_rows: bool
+) -> None:
     format = "INT8" if int8_rows else "BF16"
     weight = make_weight(format, n, k)
     matrix = PackedMatrix(weight, some(n), int8_rows)
@@ -243,15 +245,16 @@ def with_codes(format: str, byte: int) -> StoredMatrix:
 
 
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
-@pytest.mark.parametrize("byte", [0, 0xFF, 0x80, 0x7F])  # of Q8_0: 0, -1, -128 and 127
+@pytest.mark.parametrize("byte", [0, 0xFF, 0x80, 0x7F])  # in Q8_0: 0, -1, -128 and 127
 def test_extreme_codes(format: str, byte: int) -> None:
-    """The sums of products of bytes do not saturate in 16 bits: all x are 127 steps too.
+    """Sums of byte products do not saturate in 16 bits: all x are 127 steps, too.
 
     Equal inputs have equal rounding errors, so the bound is one rounding for each of them.
     """
     weight = with_codes(format, byte)
     wide = dense(weight)
-    if not wide.any():  # dot products that take unsigned codes add 128: nearly zero
+    # Dot products with unsigned codes add 128, so the result is not exactly zero.
+    if not wide.any():
         x = torch.ones(1, INPUTS)
         assert PackedMatrix(weight, int8_rows=True)(x).abs().max() < 1e-4
         return
@@ -267,7 +270,7 @@ def test_extreme_codes(format: str, byte: int) -> None:
 
 @pytest.mark.parametrize("byte", [0, 0x88, 0x77, 0xFF, 0x7F, 0x80])
 def test_extreme_codes_of_mxfp4(byte: int) -> None:
-    """Zeros of both signs, 6 and -6."""
+    """The codes are zeros of both signs, 6 and -6."""
     some_scales = some_mxfp4(20, 96, seed=1).scales
     weight = Mxfp4Matrix(torch.full((20, 48), byte, dtype=torch.uint8), some_scales)
     for x in (torch.ones(5, 96), -torch.ones(5, 96)):
@@ -279,7 +282,7 @@ def test_extreme_codes_of_mxfp4(byte: int) -> None:
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 60, 126, 127, 128, 200, 251])
 def test_exponents_of_mxfp4(exponent: int) -> None:
-    """All values of a code, with subnormal and huge scales; 0 is 2^-127."""
+    """All codes with subnormal and huge scales; exponent 0 is 2^-127."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(20, 1)
     weight = Mxfp4Matrix(codes | codes.flip(1) << 4, torch.full((20, 1), exponent).byte())
     unit = torch.eye(32)
@@ -288,12 +291,12 @@ def test_exponents_of_mxfp4(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_mxfp4_has_the_bits_of_the_multiplied_out_matrix(rows: int) -> None:
+def test_mxfp4_equals_the_dequantized_matrix(rows: int) -> None:
     weight = some_mxfp4(OUTPUTS, INPUTS)
-    multiplied_out = dense(weight).bfloat16()
-    assert torch.equal(multiplied_out.float(), dense(weight))
+    dequantized = dense(weight).bfloat16()
+    assert torch.equal(dequantized.float(), dense(weight))
     x = some_rows(rows, torch.float32)
-    assert same_bits(PackedMatrix(weight)(x), PackedMatrix(multiplied_out)(x))
+    assert same_bits(PackedMatrix(weight)(x), PackedMatrix(dequantized)(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -308,7 +311,7 @@ def test_fp8(fp8: torch.dtype, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [-128, -127, 127])
 def test_extreme_codes_of_int8(value: int) -> None:
-    """-128 comes from quantized checkpoints."""
+    """The code -128 occurs in quantized checkpoints."""
     weight = Int8Matrix(torch.full((20, 96), value, dtype=torch.int8), torch.full((20,), 0.01))
     for x in (torch.ones(5, 96), -torch.ones(5, 96)):
         for dtype in DTYPES:
@@ -319,7 +322,7 @@ def test_extreme_codes_of_int8(value: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("format", "int8_rows"), EVERY_FORMAT)
-def test_what_is_not_finite_stays_in_its_row(
+def test_non_finite_values_stay_in_their_row(
     format: str, dtype: torch.dtype, int8_rows: bool
 ) -> None:
     matrix = PackedMatrix(make_weight(format), int8_rows=int8_rows)
@@ -327,7 +330,7 @@ def test_what_is_not_finite_stays_in_its_row(
     expected = matrix(x)
     for place in (0, 13, 16, 31, 40, INPUTS - 1):  # in each part of a block of 32
         for value in (float("nan"), float("inf"), -float("inf")):
-            for rows in (9, 45):  # few and many
+            for rows in (9, 45):  # few rows and many
                 damaged = x[:rows].clone()
                 damaged[5, place] = value
                 result = matrix(damaged)
@@ -350,11 +353,11 @@ def test_huge_small_and_zero_rows(format: str, dtype: torch.dtype, int8_rows: bo
     result = matrix(x)
     check_product(matrix, x[:3], dense(weight), None, CODE_ROUNDINGS)
     assert (result[3] == 0).all()
-    # A power of two changes no bit of the rest.
+    # Scaling by a power of two changes only the exponent.
     assert same_bits(result[0], (result[1].double() * 2.0**100).to(dtype))
 
 
-def test_what_can_be_packed() -> None:
+def test_which_weights_can_be_packed() -> None:
     exact = some(4, 6).bfloat16()
     assert can_pack(exact) and can_pack(exact.float()) and can_pack(exact, torch.float32)
     assert not can_pack(some(4, 6)) and not can_pack(exact[:, :5])

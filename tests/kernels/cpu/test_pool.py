@@ -1,4 +1,4 @@
-"""The threads of the C kernels: every index once, from several callers, in a child process."""
+"""The thread pool of the C kernels: each index runs once, also with several callers or a fork."""
 
 import ctypes
 import multiprocessing
@@ -104,18 +104,18 @@ def test_every_index_runs_once(calls: ctypes.CDLL, count: int, threads: int) -> 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_as_many_threads_as_allowed(calls: ctypes.CDLL, threads: int) -> None:
+def test_the_requested_number_of_threads_runs(calls: ctypes.CDLL, threads: int) -> None:
     runs, by = (ctypes.c_int * 20)(), (ctypes.c_ulong * 20)()
     calls.record_threads(20, threads, runs, by)
     assert list(runs) == [1] * 20 and len(set(by)) == threads
 
 
-def test_nothing_to_do(calls: ctypes.CDLL) -> None:
+def test_a_call_without_work(calls: ctypes.CDLL) -> None:
     calls.count_runs(0, 4, None, 0, 0)
 
 
 def test_several_callers_at_once(calls: ctypes.CDLL) -> None:
-    """One of them has the workers, the others compute alone; all get every index."""
+    """One caller uses the workers, the others compute alone; every index runs for each caller."""
     wrong: list[int] = []
 
     def call(count: int) -> None:
@@ -135,7 +135,8 @@ def test_a_call_within_a_call(calls: ctypes.CDLL) -> None:
     assert list(runs) == [1 + 45] * 50
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork with threads: the point
+# fork with threads is what this test is about
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_child_process_starts_its_own_workers(calls: ctypes.CDLL) -> None:
     stop = threading.Event()
 
@@ -143,7 +144,7 @@ def test_a_child_process_starts_its_own_workers(calls: ctypes.CDLL) -> None:
         while not stop.is_set():
             wrong_calls(calls, 100, 20, 2)
 
-    other = threading.Thread(target=keep_busy)  # so that the pool is in use at some of the forks
+    other = threading.Thread(target=keep_busy)  # keeps the pool in use during some of the forks
     other.start()
     try:
         for _ in range(10):
@@ -160,12 +161,12 @@ def test_a_child_process_starts_its_own_workers(calls: ctypes.CDLL) -> None:
 
 
 def without_threads(calls: ctypes.CDLL) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (0, 0))  # no memory for a stack
+    resource.setrlimit(resource.RLIMIT_AS, (0, 0))  # no memory for the stacks of new threads
     os._exit(wrong_calls(calls, 100, 30, 4))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_no_more_threads_than_the_system_gives(calls: ctypes.CDLL) -> None:
+def test_work_is_done_if_no_thread_can_be_created(calls: ctypes.CDLL) -> None:
     process = multiprocessing.get_context("fork").Process(target=without_threads, args=(calls,))
     process.start()
     process.join()
@@ -173,7 +174,7 @@ def test_no_more_threads_than_the_system_gives(calls: ctypes.CDLL) -> None:
 
 
 def test_idle_threads_sleep(calls: ctypes.CDLL) -> None:
-    """Neither the workers nor a caller that waits for one keep a core busy."""
+    """Neither idle workers nor a waiting caller use CPU time."""
     wrong_calls(calls, 10, 20, 4)
     runs = (ctypes.c_int * 2)()
     assert least_cpu_seconds(lambda: time.sleep(0.2)) < 0.02
@@ -181,7 +182,7 @@ def test_idle_threads_sleep(calls: ctypes.CDLL) -> None:
 
 
 def least_cpu_seconds(work: Callable[[], object], attempts: int = 10) -> float:
-    """Of several attempts: other threads of this process may take time during some of them."""
+    """The lowest CPU time of several attempts, because other threads may use CPU time, too."""
     least = float("inf")
     for _ in range(attempts):
         before = time.process_time()

@@ -1,4 +1,4 @@
-"""Beside the C kernels, which have threads of their own, PyTorch computes on one thread."""
+"""While the C kernels use their own threads, PyTorch computes with one thread."""
 
 import threading
 from collections.abc import Iterator
@@ -17,24 +17,24 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_threads_belong_to_the_kernels() -> None:
+def test_pytorch_uses_one_thread_within_the_context() -> None:
     with threads_for_kernels():
         assert torch.get_num_threads() == 1 and kernel_threads() == 3
     assert torch.get_num_threads() == 3 and kernel_threads() == 3
 
 
-def test_they_come_back_after_an_error() -> None:
+def test_the_number_of_threads_is_restored_after_an_error() -> None:
     with pytest.raises(ValueError, match="inside"), threads_for_kernels():
         raise ValueError("inside")
     assert torch.get_num_threads() == 3 and kernel_threads() == 3
 
 
-def test_nothing_changes_if_pytorch_computes() -> None:
+def test_nothing_changes_if_disabled() -> None:
     with threads_for_kernels(enabled=False):
         assert torch.get_num_threads() == 3
 
 
-def test_other_threads_do_not_see_it() -> None:
+def test_other_threads_are_not_affected() -> None:
     counts: list[int] = []
     with threads_for_kernels():
         torch.set_num_threads(2)

@@ -48,7 +48,7 @@ def _used(lanes: TreeLanes, q: int, p: int, count: int) -> Iterator[tuple[int, i
 @pytest.mark.parametrize("block_rows", [1, 5, 64])
 @pytest.mark.parametrize("depth", [2, 11, MAX_TREE_NODES])
 def test_every_row_sees_its_ancestors_once(d: int, block_rows: int, depth: int) -> None:
-    """And in groups of 16 lanes that hold only positions of one group of 16."""
+    """Each group of 16 lanes contains only positions of one group of 16 positions."""
     plan = AttentionPlan(block_rows, 64, False)
     for first in (0, 63, 72, 143):
         parents = random_parents(MAX_TREE_NODES + 1, depth, first)
@@ -68,7 +68,7 @@ def test_every_row_sees_its_ancestors_once(d: int, block_rows: int, depth: int) 
             for i, row in enumerate(order):
                 seen = [lane for lane in used if lane[2] >> i & 1]
                 path = [first + j for j in range(len(masks)) if masks[row] >> j & 1]
-                # Pages are in their order: a slot is a KV position.
+                # Pages are in order, so a slot equals a KV position.
                 assert [slot for slot, _, _, _ in seen] == [*range(low, first), *path]
                 positions = [position for _, position, _, _ in seen]
                 assert positions == list(range(low, low + len(seen)))
@@ -76,7 +76,7 @@ def test_every_row_sees_its_ancestors_once(d: int, block_rows: int, depth: int) 
                 assert len(groups) == len({x for x, _ in groups}) == len({x for _, x in groups})
 
 
-def test_chains_have_no_lanes() -> None:
+def test_chains_have_no_tree_lanes() -> None:
     rows = tree_pass([-1, 0, 1], 5, 2)
     rows.tree_masks = None
     assert tail_sizes(rows, 64, AttentionPlan(5, 16, True)) is None

@@ -1,6 +1,6 @@
 """Kernels are compiled ahead by threads; real launches find them in Triton's cache.
 
-The scripts run in processes of their own: without Triton's interpreter, for a GPU that is not there
+The scripts run in separate processes without Triton's interpreter, for a simulated GPU
 (tests/support/kernels/fake_gpu.py).
 """
 
@@ -35,7 +35,7 @@ def launch(pieces, warmup=False):
 
 @pytest.fixture(scope="module")
 def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunScript]:
-    """Runs a script with an empty cache; returns what it prints."""
+    """Run a script with an empty cache; return the JSON object that it prints."""
     with script_server(BEGIN, TRITON_INTERPRET="0") as server:
 
         def run(script: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunScript]:
         yield run
 
 
-def test_launches_find_what_was_compiled_ahead(run_script: RunScript) -> None:
+def test_launches_use_kernels_compiled_ahead(run_script: RunScript) -> None:
     script = """
 with KernelCompiler(2) as compiler, compiler.recording():
     for pieces in (1, 2, 3, 16):  # 2 and 3 need the same kernel
@@ -65,8 +65,8 @@ print(json.dumps({"compiled": compiled, "launched": hits[len(compiled):], "zeros
     assert result["zeros"]
 
 
-def test_repeated_launches_cost_little(run_script: RunScript) -> None:
-    """Triton is asked once for launches that need the same kernel."""
+def test_repeated_launches_are_recorded_once(run_script: RunScript) -> None:
+    """Triton is called once for launches that need the same kernel."""
     script = """
 from triton.runtime.jit import JITFunction
 asked = []
@@ -87,7 +87,7 @@ print(json.dumps({"once": once, "unaligned": len(asked), "kernels": len(compiler
     assert run_script(script) == {"once": 2, "unaligned": 3, "kernels": 3}
 
 
-def test_kernels_in_memory_are_not_launched_either(run_script: RunScript) -> None:
+def test_recording_never_launches_kernels(run_script: RunScript) -> None:
     """The fake driver cannot launch: a launch would raise."""
     script = """
 launch(4, warmup=True)
@@ -115,8 +115,8 @@ print(json.dumps({"before": before}))
     assert run_script(script) == {"before": [0, 1]}
 
 
-def test_threads_record_one_after_the_other(run_script: RunScript) -> None:
-    """Of two engines built at the same time, neither leaves launches of a thread replaced."""
+def test_recordings_of_several_threads_exclude_each_other(run_script: RunScript) -> None:
+    """Launches are restored after two engines were built at the same time."""
     script = """
 import time
 from triton.runtime.jit import JITFunction
@@ -144,7 +144,7 @@ print(json.dumps({"restored": JITFunction.run is plain, "hook": hook}, default=s
     assert run_script(script) == {"restored": True, "hook": None}
 
 
-def test_an_error_of_a_kernel_is_left_to_its_launch(run_script: RunScript) -> None:
+def test_compile_errors_are_raised_at_launch(run_script: RunScript) -> None:
     script = """
 from peagle.kernels.triton.launch.compile_ahead import compile_ahead
 with KernelCompiler(1) as compiler:
@@ -161,8 +161,8 @@ print(json.dumps({"nothing": nothing, "compiled": hits, "hook": hook}))
     assert run_script(script) == {"nothing": [], "compiled": [False], "hook": None}
 
 
-def test_compilations_that_were_started_before_are_awaited(run_script: RunScript) -> None:
-    """Of two passes, the first one starts a compilation only, and nothing is compiled twice."""
+def test_compilations_started_earlier_are_awaited(run_script: RunScript) -> None:
+    """The first pass only starts a compilation; the second waits for it without compiling again."""
     script = """
 from peagle.kernels.triton.launch import compile_ahead as module
 gate = threading.Event()
@@ -202,7 +202,7 @@ def record(processes, pieces):
 
 
 @pytest.mark.slow
-def test_processes_compile_what_launches_find(run_script: RunScript) -> None:
+def test_launches_use_kernels_compiled_by_processes(run_script: RunScript) -> None:
     script = """
 processes = start(2)
 for pieces in (1, 2, 16):
@@ -217,7 +217,7 @@ print(json.dumps({"here": here, "launched": hits}))
 
 @pytest.mark.slow
 def test_threads_compile_while_processes_start(run_script: RunScript, tmp_path: Path) -> None:
-    """A lock keeps the process from being ready. Without the lock, it takes the next job."""
+    """A lock delays the start of the process, which takes the next job after that."""
     script = f"""
 from filelock import FileLock
 from tests.support.kernels.fake_gpu_compile_server import GATE_VARIABLE
@@ -234,8 +234,8 @@ print(json.dumps({{"here": here, "afterwards": hits[len(here):]}}))
 
 
 @pytest.mark.slow
-def test_threads_compile_where_processes_have_ended(run_script: RunScript) -> None:
-    """One that ends while it compiles, and a program that cannot be started."""
+def test_threads_compile_if_a_process_has_ended(run_script: RunScript) -> None:
+    """A process ends while it compiles, and a program cannot be started."""
     script = """
 class Ending:
     def __reduce__(self):
@@ -251,8 +251,8 @@ print(json.dumps({"ended": ended, "here": hits}))
 
 
 @pytest.mark.slow
-def test_threads_compile_what_a_process_could_not(run_script: RunScript) -> None:
-    """A process that has failed takes the next job."""
+def test_threads_compile_if_a_process_fails(run_script: RunScript) -> None:
+    """The process takes the next job after a failure."""
     script = """
 from dataclasses import replace
 from peagle.kernels.triton.launch.kernel_job import KernelJob
@@ -271,7 +271,7 @@ print(json.dumps({"failed": failed, "here": hits}))
 
 
 @pytest.mark.slow
-def test_threads_compile_functions_that_have_no_name_elsewhere(run_script: RunScript) -> None:
+def test_threads_compile_functions_that_processes_cannot_import(run_script: RunScript) -> None:
     script = """
 processes = start()
 argmax.original, argmax._merge_kernel = argmax._merge_kernel, None

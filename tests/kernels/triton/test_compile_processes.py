@@ -1,6 +1,6 @@
-"""Where processes that compile kernels are started, and that they end with the process they serve.
+"""When processes that compile kernels are started, and that they end with their parent process.
 
-What they compile is tested in test_compile_ahead.py.
+The compilation itself is tested in test_compile_ahead.py.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """The numbers of processes that would be started, with 16 cores and an empty cache."""
+    """Requested numbers of processes, on a machine with 16 cores and an empty cache."""
     counts: list[int] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv(PROCESSES_VARIABLE, raising=False)
@@ -48,7 +48,7 @@ def test_a_cache_with_the_kernels_of_an_engine_starts_none(started: list[int]) -
 def test_kernels_of_other_sources_do_not_count(
     started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an upgrade."""
+    """This is the case after an upgrade."""
     CompiledMarker("an engine").write()
     sources_digest.marker_prefix.cache_clear()
     monkeypatch.setattr(sources_digest, "version", lambda package: "99.0")
@@ -72,7 +72,7 @@ def test_a_replica_that_is_not_the_first_starts_none(
 
 
 @pytest.mark.slow
-def test_the_working_directory_is_not_searched(
+def test_the_working_directory_is_not_searched_for_modules(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "peagle").mkdir()
@@ -81,15 +81,15 @@ def test_the_working_directory_is_not_searched(
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     processes = CompileProcesses(1)
     connection = processes._starting.get()
-    assert connection.recv() is True  # An EOFError: the server has ended.
+    assert connection.recv() is True  # An EOFError would mean that the process has ended.
     connection.close()
 
 
 @pytest.mark.parametrize(("jobs", "limits"), [(0, [900.0]), (2, [900.0, 60.0, 60.0])])
-def test_they_wait_longer_for_the_first_job(
+def test_processes_wait_longer_for_the_first_job(
     monkeypatch: pytest.MonkeyPatch, jobs: int, limits: list[float]
 ) -> None:
-    """Weights are downloaded and loaded before it comes."""
+    """The weights are downloaded and loaded before the first job."""
     ours, theirs = Pipe()
     for _ in range(jobs):
         ours.send("no job")
@@ -106,7 +106,7 @@ def test_they_wait_longer_for_the_first_job(
 
 
 @pytest.mark.slow
-def test_they_end_with_the_process_that_they_serve() -> None:
+def test_processes_end_with_their_parent() -> None:
     ours, theirs = Pipe()
     descriptor = theirs.fileno()
     command = [sys.executable, "-m", SERVER_MODULE, str(descriptor)]
@@ -114,11 +114,11 @@ def test_they_end_with_the_process_that_they_serve() -> None:
     theirs.close()
     assert ours.recv() is True  # Ready.
     assert process.poll() is None
-    ours.close()  # As when the process ends.
+    ours.close()  # The end of the parent closes this connection.
     assert process.wait(60) == 0
 
 
-def test_the_hash_of_the_compiler_is_kept() -> None:
+def test_the_hash_of_the_compiler_is_cached() -> None:
     from triton.runtime.cache import triton_key
 
     triton_key.cache_clear()

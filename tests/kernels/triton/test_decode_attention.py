@@ -1,6 +1,6 @@
 """Paged attention in a decode step: one row per slot, slots of any length.
 
-Expected values come from scaled_dot_product_attention over the keys of each slot alone. The tests
+Expected values come from scaled_dot_product_attention over the keys of each slot. The tests
 for the interpreter are run by tests/kernels/triton/test_engine_kernels.py.
 """
 
@@ -32,7 +32,7 @@ class DecodeInputs(NamedTuple):
 def decode_inputs(
     heads: int, kv_heads: int, d: int, dtype: torch.dtype, device: str
 ) -> DecodeInputs:
-    """Slot s owns the pages s * 8 .. s * 8 + 7; the cache behind its end holds large numbers."""
+    """Slot s has pages s * 8 .. s * 8 + 7; the cache after its end contains large numbers."""
     generator = torch.Generator().manual_seed(0)
     slots = len(LENGTHS)
     query = torch.randn(slots, heads, d, generator=generator)

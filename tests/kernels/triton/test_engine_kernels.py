@@ -1,4 +1,4 @@
-"""The engine's kernels against their references: in Triton's interpreter, and on CUDA."""
+"""The engine's kernels equal their references in Triton's interpreter and on CUDA."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tests.support.kernels.triton_interpreter import (
 
 DECODE_ATTENTION = str(Path(__file__).with_name("test_decode_attention.py"))
 DECODE_ATTENTION_TESTS = 5
-# A second or more each in the interpreter, of kernels that other cases run too.
+# Each takes a second or more in the interpreter, and other cases cover the same kernels.
 SLOW_CASES = {
     "exact attention, more blocks of keys than splits",
     "exact rotated attention, large tree",
@@ -39,7 +39,7 @@ SLOW_CASES = {
 
 @not_interpreted
 def test_in_the_interpreter() -> None:
-    """This file and the tests of decode attention, in one process."""
+    """Run this file and the tests of decode attention in one process."""
     done = run_interpreted_tests(__file__, DECODE_ATTENTION)
     passed = f"{len(CASES) - len(SLOW_CASES) + DECODE_ATTENTION_TESTS} passed"
     assert done.returncode == 0 and passed in done.stdout, done.stdout + done.stderr
@@ -74,15 +74,15 @@ def test_kernel_on_cuda(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_experts_are_independent(format: object, dtype: torch.dtype) -> None:
-    """Which exact mode needs."""
+    """Exact mode depends on this property."""
     check_independent_rows(format, "cuda", dtype)
 
 
 @not_interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_references_are_transformers(dtype: torch.dtype) -> None:
-    """Bit for bit: the norm, the rotation with and without a head norm."""
+def test_references_equal_transformers(dtype: torch.dtype) -> None:
+    """The norm and the rotation, with and without a head norm, give the same bits."""
     heads, d, row_count = 3, 16, 11
     config = LlamaConfig(
         hidden_size=heads * d, num_attention_heads=heads, max_position_embeddings=64
@@ -126,7 +126,7 @@ def test_references_are_transformers(dtype: torch.dtype) -> None:
     [
         ((960, 576), 1),  # too few inputs
         ((6144, 4096), 2),
-        ((5120, 2880), 3),  # 2880 = 45 x 64: no even number of parts
+        ((5120, 2880), 3),  # 2880 = 45 x 64 has no even number of parts
         ((5120, 2048), 4),
         ((2880, 4096), 8),
         ((64, 100), 1),  # not aligned

@@ -1,4 +1,4 @@
-"""Blocks of experts fit into the memory of a GPU's multiprocessors."""
+"""Tile sizes of experts fit into the shared memory of a GPU."""
 
 from types import SimpleNamespace
 
@@ -36,12 +36,12 @@ def test_blocks_of_long_prompts(
     [
         (8, 4, 32, 8),
         (8 * 8, 8, 128, 32),  # Qwen3-30B-A3B, chains
-        (8 * 16, 8, 128, 32),  # trees: few experts have the rows of three requests
+        (8 * 16, 8, 128, 32),  # trees: few experts receive rows of three requests
         (8 * 16, 4, 32, 64),  # GPT-OSS-20B, trees
         (8 * 32, 8, 128, 64),
     ],
 )
-def test_blocks_have_room_for_alike_rows(
+def test_block_sizes_allow_for_requests_with_the_same_experts(
     rows: int, top_k: int, experts: int, expected: int
 ) -> None:
     matrices = ExpertMatrices(torch.empty(experts, 4, 4, dtype=torch.bfloat16))

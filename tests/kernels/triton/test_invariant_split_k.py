@@ -1,4 +1,4 @@
-"""Which matrices exact mode splits: a function of the matrix alone."""
+"""Split-K in exact mode depends only on the matrix."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> to
     ],
 )
 def test_few_outputs_are_split(outputs: int, inputs: int, splits: int) -> None:
-    """The table in split_k.py, and others."""
+    """The table in split_k.py, and other shapes."""
     assert split_k.num_splits(matrix(outputs, inputs)) == splits
 
 
@@ -42,7 +42,7 @@ def test_weights_in_8_bits_are_not_split() -> None:
 def test_tiles_fill_the_range_of_a_chain(
     shape: tuple[int, int], splits: int, block_t: int, dtype: torch.dtype
 ) -> None:
-    """Weights that are loaded early, and whole blocks before them."""
+    """The range consists of whole blocks, followed by the weights that are loaded early."""
     outputs, inputs = shape
     tiles = gemm.few_rows_tiles(matrix(*shape, dtype), splits)
     if tiles is None:
@@ -53,12 +53,12 @@ def test_tiles_fill_the_range_of_a_chain(
 
 
 def test_weights_in_8_bits_have_wide_tiles() -> None:
-    """Narrow ones take the inputs in another order."""
+    """Narrow tiles would add the inputs in another order."""
     tiles = gemm.few_rows_tiles(matrix(576, 1536, torch.int8), 1)
     assert tiles is not None and tiles.block_n == 64
 
 
-def test_partial_sums_are_added_in_their_order() -> None:
+def test_partial_sums_are_added_in_order() -> None:
     parts = torch.tensor([1.0, 1e8, -1e8]).view(3, 1, 1)
     assert split_k.add_splits(parts, torch.float32).item() == 0.0  # (1 + 1e8) - 1e8
     assert split_k.add_splits(parts.flip(0), torch.float32).item() == 1.0

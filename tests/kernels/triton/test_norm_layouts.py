@@ -1,7 +1,7 @@
 """The sum of an RMS norm has the same order for whole rows and for partial sums.
 
-In exact mode the same row reaches add_norm and rope_store as a whole (bf16) or as partial sums
-(float32), which are kernels of their own. Triton adds in the order of a tensor's layout, which it
+In exact mode, the input of add_norm and rope_store is a whole row (bf16) or partial sums
+(float32), which need different kernels. Triton adds in the order of a tensor's layout, which it
 derives from the loads. The scripts compile for a GPU that does not exist.
 """
 

@@ -1,7 +1,7 @@
-"""What the compiler makes of kernels that rotate; they are compiled for a GPU that does not exist.
+"""Generated code of kernels that apply RoPE, compiled for a GPU that does not exist.
 
 The products of a rotation are rounded before they are added. If a compiler fuses one of them with
-the sum, keys have other bits in rope_store than in attention that rotates its rows.
+the sum, keys have different bits in rope_store and in attention that rotates its rows.
 
 Rotated attention reads new keys behind a barrier, and angles before it waits for its inputs, which
 the interpreter does not show.
@@ -71,7 +71,8 @@ def test_rope_store(server: ScriptServer, dtype: str, partial_sums: bool) -> Non
 def test_rotated_attention(server: ScriptServer, exact: bool, partial_sums: bool) -> None:
     found = products_of(server, f"attend({exact}, {partial_sums})")
     assert ["f32", "0f00000000"] in found
-    assert all(dtype == "f32" for dtype, _ in found)  # A fused sum of a softmax is in float32, too.
+    # The sum of a softmax may be fused, and is in float32, too.
+    assert all(dtype == "f32" for dtype, _ in found)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +90,4 @@ def test_new_keys_are_stored_before_keys_are_read(server: ScriptServer, argument
     assert behind.index("bar.sync") < reads[0]
     assert "cp.async.cg" not in names[:value]
     early_loads = names[:wait].count("ld.global")
-    assert early_loads > 3 + 2  # request, positions of queries and keys, and behind them angles
+    assert early_loads > 3 + 2  # request, positions of queries and keys, and then angles

@@ -1,4 +1,4 @@
-"""Where Triton keeps compiled kernels."""
+"""The folder in which Triton keeps compiled kernels."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from peagle.doctor.report import gpu_lines
 from peagle.paths import TRITON_CACHE_VARIABLE, keep_triton_cache
 
 
-def test_it_is_under_peagle_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_under_peagle_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "new"))
     monkeypatch.delenv(TRITON_CACHE_VARIABLE, raising=False)
     environment: dict[str, str] = {}
@@ -23,13 +23,15 @@ def test_it_is_under_peagle_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert TRITON_CACHE_VARIABLE not in os.environ and not (tmp_path / "new").exists()
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     environment = {TRITON_CACHE_VARIABLE: "/elsewhere"}
     keep_triton_cache(environment)
     assert environment == {TRITON_CACHE_VARIABLE: "/elsewhere"}
 
 
-def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_peagle_home_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path / "file"))
     environment: dict[str, str] = {}
@@ -37,7 +39,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert environment == {}
 
 
-def test_it_is_set_before_triton_is_imported(tmp_path: Path) -> None:
+def test_the_variable_is_set_before_triton_is_imported(tmp_path: Path) -> None:
     program = """
 import builtins, os, sys
 original, seen = builtins.__import__, []
@@ -61,6 +63,6 @@ print(seen[0])
     assert done.stdout.strip() == str(tmp_path / "triton")
 
 
-def test_the_doctor_shows_it() -> None:
+def test_the_doctor_shows_the_cache() -> None:
     facts = GpuFacts("H200", 10**9, 10**9, "580.1", "13.0", "3.7.1", None, "/home/triton")
     assert ("", "compiled kernels are kept in /home/triton") in gpu_lines(facts)
