@@ -1,4 +1,4 @@
-"""EngineLoad: what a trainer reads of engines that run, hang or have ended."""
+"""EngineLoad: the load of running, stale and ended engines, as a trainer reads it."""
 
 import shutil
 import time
@@ -12,8 +12,8 @@ from peagle.learn.folder import LearnFolder
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load is not stale because the machine is busy."""
+def no_stale_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a long time limit, so that a busy machine does not make a load stale."""
     monkeypatch.setattr(engine_load, "STALE_SECONDS", 600.0)
 
 
@@ -31,8 +31,8 @@ def test_the_load_of_engines(tmp_path: Path) -> None:
     assert not any(load.busy for load in EngineLoad.read_all(folder))
 
 
-def test_servers_with_engines_of_the_same_name(tmp_path: Path) -> None:
-    """As during a rolling update: each writes its own file, and a name is used again."""
+def test_engines_of_the_same_name_have_separate_files(tmp_path: Path) -> None:
+    """Two servers run at the same time during a rolling update, and file names are reused."""
     folder = LearnFolder(tmp_path)
     first, second = (EngineLoadWriter(folder, "engine") for _ in range(2))
     first.write(1, 0, 0.0)
@@ -44,7 +44,7 @@ def test_servers_with_engines_of_the_same_name(tmp_path: Path) -> None:
     assert sorted(load.running for load in EngineLoad.read_all(folder)) == [2, 3]
 
 
-def test_a_lost_disk_does_not_reach_the_engine(
+def test_write_errors_do_not_reach_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> int:
@@ -58,8 +58,10 @@ def test_a_lost_disk_does_not_reach_the_engine(
     writer.close()
 
 
-def test_an_engine_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file stays; neither it nor one of an earlier boot makes the machine busy."""
+def test_the_load_of_an_ended_engine_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a killed engine or of an earlier boot remain, but do not count as load."""
     folder = LearnFolder(tmp_path)
     EngineLoadWriter(folder, "engine").write(1, 0, 0.0)
     (load,) = EngineLoad.read_all(folder)

@@ -1,4 +1,4 @@
-"""The judge: a clearly better candidate wins; an equal, worse or uncertain one does not."""
+"""The judge: only a clearly better candidate wins, not an equal, worse or uncertain one."""
 
 from pathlib import Path
 
@@ -57,13 +57,13 @@ def test_forgetting_rejects_a_candidate() -> None:
     assert judge(better, compare(counts(4.0), counts(4.0), 7), SETTINGS).wins
 
 
-def test_the_interval_is_the_same_every_time() -> None:
+def test_the_interval_is_deterministic() -> None:
     assert compare(counts(2.0), counts(2.2, seed=3), 7) == compare(
         counts(2.0), counts(2.2, seed=3), 7
     )
 
 
-def test_counts_by_document_are_those_of_the_replay(tmp_path: Path) -> None:
+def test_counts_by_document_add_up_to_the_replay(tmp_path: Path) -> None:
     """The sums over documents give the acceptance length that training logs."""
     pair = tiny_pair()
     drafter = pair.drafter("p-eagle")

@@ -1,4 +1,4 @@
-"""Logs of OpenAI-compatible servers become documents; bad lines are named and skipped."""
+"""Logs of OpenAI-compatible servers become documents; invalid lines are reported and skipped."""
 
 import gzip
 import json
@@ -51,13 +51,13 @@ def import_lines(
         [{"custom_id": "a", "response": {"body": ANSWER}}, {"custom_id": "a", "body": CHAT}],
     ],
 )
-def test_shapes_of_records(tmp_path: Path, records: list[Any]) -> None:
+def test_formats_of_log_records(tmp_path: Path, records: list[Any]) -> None:
     reader, reports, documents = import_lines(tmp_path, records)
     assert documents == [(PROMPT_IDS, ANSWER_IDS)] and not reports
     assert reader.counts.documents == 1
 
 
-def test_completions_parts_and_token_ids(tmp_path: Path) -> None:
+def test_completions_content_parts_and_token_ids(tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "w6 w9"}]}]
     cut = {"choices": [{"text": "w40", "finish_reason": "length"}]}
     ids = {"prompt_token_ids": [7, 8], "choices": [{"text": "?", "token_ids": [50, 51]}]}
@@ -77,7 +77,7 @@ def test_completions_parts_and_token_ids(tmp_path: Path) -> None:
     ]
 
 
-def test_bad_lines_are_named_and_skipped(tmp_path: Path) -> None:
+def test_invalid_lines_are_reported_and_skipped(tmp_path: Path) -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
     records = [
         {"request": CHAT, "response": ANSWER},

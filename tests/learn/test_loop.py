@@ -1,4 +1,4 @@
-"""The loop end to end: a live server stores answers, the learner promotes, the server swaps."""
+"""Learning end to end: a server stores answers, the learner promotes, the server swaps."""
 
 import json
 import time
@@ -20,7 +20,7 @@ WAIT_SECONDS = 240.0
 
 
 class Traffic:
-    """Requests to a server, of which none may fail."""
+    """Sends requests to a server; each must succeed."""
 
     def __init__(self, server: LiveServer) -> None:
         self.client = httpx.Client(base_url=server.url, timeout=60)
@@ -52,13 +52,13 @@ def test_a_server_learns_from_its_answers(tmp_path: Path) -> None:
         end = time.monotonic() + WAIT_SECONDS
         while not (events := [line for line in server.log if line["event"] == "drafter swapped"]):
             assert time.monotonic() < end, (read_status(folder), read_events(folder.events))
-            assert traffic.ask(answers()[0].prompt) == before[0]  # also while it trains
+            assert traffic.ask(answers()[0].prompt) == before[0]  # also during training
             time.sleep(1.0)
         assert traffic.ask_all() == before
         status = traffic.drafter()
         metrics = traffic.client.get("/metrics").text
     assert events[0]["version"] == 1
-    record = list_versions(folder)[0]  # The answers after the swap may be learned from, too.
+    record = list_versions(folder)[0]  # Answers after the swap may have led to a second version.
     assert record.state == "promoted" and record.held_back is not None
     assert record.held_back.low > 1.01
     assert status["current"]["number"] >= 1

@@ -1,4 +1,4 @@
-"""The learner's process: it starts jobs, reports, and survives jobs that are killed."""
+"""The learner process: it starts jobs, reports their state, and survives killed jobs."""
 
 import os
 import signal
@@ -77,10 +77,8 @@ def test_a_killed_job_is_reported_and_restarted(
     assert "SIGKILL" in str(read_status(folder).error)
 
 
-def test_settings_that_are_broken_for_a_while(
-    folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As while an editor writes training.json."""
+def test_temporarily_invalid_settings(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editor may write training.json in several steps."""
     monkeypatch.setattr(process, "POLL_SECONDS", 0.01)
     started: list[bool] = []
     learner = Learner(folder, SETTINGS, on_gpu=False)
@@ -100,7 +98,7 @@ def test_settings_that_are_broken_for_a_while(
 
 
 def test_one_learner_at_a_time(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one, as of a rolling update, waits until the first has ended."""
+    """A second learner, for example in a rolling update, waits until the first has ended."""
     monkeypatch.setattr(process, "POLL_SECONDS", 0.01)
     runs: list[str] = []
     first, second = (Learner(folder, SETTINGS, on_gpu=False) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The documents of a round: which are chosen, how they are counted, and what stays private."""
+"""The documents of a round: selection, counts and file permissions."""
 
 import json
 from dataclasses import replace
@@ -48,12 +48,12 @@ def test_a_header_counts_tokens_without_reading_them(sizes: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b'{"id": "x", "time": 1, "prompt": "BwAAAA=="}'])
-def test_what_is_no_document_has_no_header(line: bytes) -> None:
+def test_an_invalid_line_has_no_header(line: bytes) -> None:
     assert parse_header(line) is None
 
 
-def test_a_repeated_prompt_judges_once(folder: LearnFolder) -> None:
-    """A health check that is held back must not decide on its own."""
+def test_a_repeated_prompt_is_held_back_once(folder: LearnFolder) -> None:
+    """Many answers to one held-back prompt, such as a health check, must not decide the verdict."""
     store(folder, HELD_BACK[:1], answers=50, time=2000.0)
     store(folder, HELD_BACK[1:4], answers=1, time=1000.0)
     store(folder, TRAINED[:10], answers=1, time=1000.0)
@@ -61,10 +61,10 @@ def test_a_repeated_prompt_judges_once(folder: LearnFolder) -> None:
     plan = RoundFolder(folder).create(0, "base", RoundSettings(max_held_back=3))
     assert (plan.documents, plan.held_back) == (10, 3)
     lines = RoundFolder(folder).held_back.read_text().splitlines()
-    assert [49] in [json.loads(line)["ids"][1:] for line in lines]  # The newest answer.
+    assert [49] in [json.loads(line)["ids"][1:] for line in lines]  # the newest answer
 
 
-def test_new_documents_are_counted_behind_the_cursor(folder: LearnFolder) -> None:
+def test_new_documents_are_counted_after_the_cursor(folder: LearnFolder) -> None:
     counter = DocumentCounter(folder)
     store(folder, TRAINED[:10], answers=1, time=1000.0)
     assert counts(counter) == (10, 0)
@@ -76,7 +76,7 @@ def test_new_documents_are_counted_behind_the_cursor(folder: LearnFolder) -> Non
 
 
 def test_deleted_documents_are_not_counted(folder: LearnFolder) -> None:
-    """Else the learner would start a job every second that finds nothing to do."""
+    """Otherwise the learner would start jobs without work every second."""
     counter = DocumentCounter(folder)
     store(folder, TRAINED[:10], answers=1, time=1000.0)
     store(folder, HELD_BACK[:3], answers=1, time=1000.0)
@@ -101,7 +101,7 @@ def test_a_large_store_is_read_in_parts(folder: LearnFolder) -> None:
     ("prompt", "answer", "kept"), [(100, 5, 15), (10, 10, 10), (11, 10, 10), (100, 50, 10)]
 )
 def test_a_long_prompt_leaves_room_for_its_answer(prompt: int, answer: int, kept: int) -> None:
-    """The trainer reads the first 20 tokens here."""
+    """In this test, the trainer reads the first 20 tokens."""
     document = new_document(list(range(prompt)), list(range(answer)))
     assert cut_prompt(document, 20) == document.prompt[-kept:]
 

@@ -1,4 +1,4 @@
-"""The store of answered requests: bounds, retention, broken writes, purge, identity."""
+"""The store of answered requests: size limits, retention, failed writes, purge, identity."""
 
 import json
 import os
@@ -57,11 +57,11 @@ def fill(folder: LearnFolder, count: int, limits: StoreLimits) -> SegmentFile:
     return segment
 
 
-def test_documents_come_back(folder: LearnFolder) -> None:
+def test_documents_are_written_and_read(folder: LearnFolder) -> None:
     long_prompt = list(range(5000))
     with writing(folder) as writer:
         writer.add(long_prompt, [7, 8])
-        writer.add([1], [])  # Nothing was answered.
+        writer.add([1], [])  # An empty answer is not stored.
         writer.add([1], (9,))
     first, second = read_documents(folder)
     assert (first.prompt, first.answer, first.engine) == (long_prompt, [7, 8], "engine")
@@ -70,7 +70,8 @@ def test_documents_come_back(folder: LearnFolder) -> None:
     assert abs(first.time - time.time()) < 60
     assert (writer.counts.documents, writer.counts.tokens) == (2, 5004)
     line = json.loads(list_segments(folder)[0].read_bytes().splitlines()[1])
-    assert line.keys() == {"id", "time", "engine", "prompt", "answer"}  # No user, key or request.
+    # neither user, key nor request
+    assert line.keys() == {"id", "time", "engine", "prompt", "answer"}
 
 
 def test_documents_after_a_cursor(folder: LearnFolder) -> None:
@@ -84,7 +85,7 @@ def test_documents_after_a_cursor(folder: LearnFolder) -> None:
     assert answers(folder, now + 3) == []
 
 
-def test_a_prompt_is_always_on_the_same_side() -> None:
+def test_all_answers_to_a_prompt_are_in_the_same_split() -> None:
     sides = [is_held_back(document_id([i], [5])) for i in range(1000)]
     assert 150 < sum(sides) < 250
     assert all(is_held_back(document_id([i], [6])) == side for i, side in enumerate(sides))
@@ -97,7 +98,7 @@ def test_the_size_is_bounded(folder: LearnFolder) -> None:
     assert 10 < len(segments) <= 24
     assert store_size(folder).bytes <= limits.max_bytes + limits.segment_bytes
     kept = [document[0] for document in answers(folder)]
-    assert kept == list(range(kept[0], 400))  # The oldest were deleted.
+    assert kept == list(range(kept[0], 400))  # The oldest documents are deleted.
     assert kept[0] > 0
 
 
@@ -124,7 +125,8 @@ def test_a_torn_line_is_skipped(folder: LearnFolder) -> None:
     fill(folder, 2, StoreLimits()).close()
     (path,) = list_segments(folder)
     with path.open("ab") as file:
-        file.write(b'{"id": "x", "time": 1, "prompt": "BwAA')  # The process was killed.
+        # as if the process was killed while writing
+        file.write(b'{"id": "x", "time": 1, "prompt": "BwAA')
     other = SegmentFile(folder, "engine", StoreLimits())
     other.append(encode_line(new_document([1], [5])))
     assert answers(folder) == [[0], [1], [5]]
@@ -143,12 +145,14 @@ def test_a_torn_line_is_skipped(folder: LearnFolder) -> None:
         b'{"id": "x", "time": 1, "prompt": "BwAAAA==", "answer": "BwAAAA==", "user": "me"}',
     ],
 )
-def test_what_is_no_document_is_skipped(folder: LearnFolder, line: bytes) -> None:
+def test_invalid_lines_are_skipped(folder: LearnFolder, line: bytes) -> None:
     (folder.documents / "engine-00000001.jsonl").write_bytes(line + b"\n")
     assert answers(folder) == []
 
 
-def test_a_full_disk(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_dropped_while_the_disk_is_full(
+    folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Documents are dropped and counted, the reason is reported once, and storing resumes."""
     reports: list[str] = []
     write = os.write
@@ -166,7 +170,7 @@ def test_a_full_disk(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> No
         writer.add([1], [i])
     wait_for(lambda: writer.counts.dropped == 3)
     assert writer.counts.failure is not None
-    assert list_segments(folder) == []  # No file is left for each answer.
+    assert list_segments(folder) == []  # Failed writes leave no files.
     is_full = False
     writer.add([1], [9])
     writer.close()
@@ -175,8 +179,8 @@ def test_a_full_disk(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(reports) == 2 and "No space left" in reports[0] and "again" in reports[1]
 
 
-def test_a_folder_that_is_deleted_while_a_server_writes(folder: LearnFolder) -> None:
-    """It is not created again without its identity: the next start would refuse it."""
+def test_a_folder_deleted_while_a_server_writes(folder: LearnFolder) -> None:
+    """The folder is not recreated without its identity, because the next start would refuse it."""
     with writing(folder) as writer:
         writer.add([1], [2])
         wait_for(lambda: writer.counts.documents == 1)
@@ -189,16 +193,16 @@ def test_a_folder_that_is_deleted_while_a_server_writes(folder: LearnFolder) -> 
     assert answers(folder) == [[4]] and writer.counts.failure is None
 
 
-def test_a_full_queue_drops(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_drops_documents(folder: LearnFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_QUEUED_TOKENS", 5)
-    monkeypatch.setattr(StoreWriter, "_run", lambda self: None)  # Nothing is taken.
+    monkeypatch.setattr(StoreWriter, "_run", lambda self: None)  # The queue is never read.
     writer = StoreWriter(folder, "engine")
     for _ in range(4):
         writer.add([1, 2], [3])
-    assert writer.counts.dropped == 2  # The bound is looked at before a document is added.
+    assert writer.counts.dropped == 2  # The limit is checked before a document is added.
 
 
-def test_a_share_is_stored(folder: LearnFolder) -> None:
+def test_the_requested_share_is_stored(folder: LearnFolder) -> None:
     with writing(folder, share=0.25) as writer:
         writer._random.seed(0)
         for i in range(400):
@@ -222,7 +226,7 @@ def test_documents_are_private_files(folder: LearnFolder) -> None:
 
 
 def test_a_folder_belongs_to_one_target(folder: LearnFolder, tmp_path: Path) -> None:
-    folder.open(StoreIdentity("copy", None, 96, "0123"))  # The same files under another name.
+    folder.open(StoreIdentity("copy", None, 96, "0123"))  # the same files under another name
     before = folder.identity.read_bytes()
     with pytest.raises(UserError, match=r"answers of the target 'tiny'.*use another folder"):
         folder.open(StoreIdentity("other", "main", 96, "4567"))
@@ -230,14 +234,14 @@ def test_a_folder_belongs_to_one_target(folder: LearnFolder, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"target": "tiny"}'])
-def test_a_broken_identity(folder: LearnFolder, content: str) -> None:
+def test_a_broken_identity_is_an_error(folder: LearnFolder, content: str) -> None:
     folder.identity.write_text(content)
     with pytest.raises(UserError, match=r"store\.json is broken"):
         folder.open(IDENTITY)
     assert folder.identity.read_text() == content
 
 
-def test_documents_without_an_identity(folder: LearnFolder) -> None:
+def test_documents_without_an_identity_are_refused(folder: LearnFolder) -> None:
     fill(folder, 1, StoreLimits())
     folder.identity.unlink()
     with pytest.raises(UserError, match=r"documents but no store\.json"):
@@ -245,20 +249,20 @@ def test_documents_without_an_identity(folder: LearnFolder) -> None:
     assert answers(folder) == [[0]]
 
 
-def test_a_folder_of_a_later_format(folder: LearnFolder) -> None:
+def test_a_folder_of_a_later_format_is_refused(folder: LearnFolder) -> None:
     values = json.loads(folder.identity.read_text())
     folder.identity.write_text(json.dumps(values | {"format": 2}))
     with pytest.raises(UserError, match="has format 2"):
         folder.open(IDENTITY)
 
 
-def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot use"):
         LearnFolder(tmp_path / "file" / "learn").open(IDENTITY)
 
 
-def test_the_identity_of_a_target(tmp_path: Path) -> None:
+def test_the_identity_of_a_target_depends_on_its_files(tmp_path: Path) -> None:
     def digest(name: str, config: str = "{}", weights: bytes = b"1" * 200_000) -> str:
         target = tmp_path / name
         target.mkdir()

@@ -30,18 +30,18 @@ def process_state(pid: int) -> str:
         return "gone"
 
 
-def ignores(pid: int, number: int) -> bool:
+def ignores_signal(pid: int, number: int) -> bool:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = next(line.split()[1] for line in lines if line.startswith("SigIgn"))
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def test_a_job_runs_when_engines_are_idle_and_a_share_of_the_time() -> None:
+def test_a_job_runs_while_engines_are_idle_and_for_a_share_of_busy_time() -> None:
     throttle = Throttle(0.25)
     assert throttle.allows(False, 10.9)
-    assert throttle.allows(True, 11.2)  # 0.2 s of this second are over
+    assert throttle.allows(True, 11.2)  # 0.2 s of this second have passed
     assert not throttle.allows(True, 11.3)
-    assert not throttle.allows(False, 11.4)  # idle, but not for long enough
+    assert not throttle.allows(False, 11.4)  # idle for too short a time
     assert throttle.allows(False, 11.3 + IDLE_SECONDS)
     assert not Throttle(0.0).allows(True, 12.0)
 
@@ -54,7 +54,7 @@ def test_a_stopped_job_uses_no_cpu_time(tmp_path: Path) -> None:
     stopped_ticks: list[int] = []
 
     def stopping() -> bool:
-        """Idle, then busy from 20 ticks of CPU time on, then idle again."""
+        """The engine is idle, then busy after 20 ticks of CPU time, then idle again."""
         ticks = cpu_ticks(job.pid)
         if log and not log[-1][0]:
             stopped_ticks.append(ticks)
@@ -75,21 +75,21 @@ def test_a_stopped_job_uses_no_cpu_time(tmp_path: Path) -> None:
 
     run_throttled(job, Throttle(0.0), lambda: is_busy(folder), stopping, changed)
     assert [running for running, _ in log[:2]] == [False, True]
-    assert stopped_ticks[-1] - log[0][1] <= 1  # not one tick while stopped for half a second
+    assert stopped_ticks[-1] - log[0][1] <= 1  # no CPU time while stopped for half a second
     assert job.exit_code() == -signal.SIGTERM
 
 
 def test_a_job_that_ignores_sigterm_is_killed_even_if_stopped() -> None:
     ignore = "import signal, time; signal.signal(15, signal.SIG_IGN)"
     job = ThrottledJob([sys.executable, "-c", f"{ignore}\nwhile True: time.sleep(1)"], nice=0)
-    wait_for(lambda: ignores(job.pid, signal.SIGTERM))
+    wait_for(lambda: ignores_signal(job.pid, signal.SIGTERM))
     job.set_running(False)
     wait_for(lambda: process_state(job.pid) == "T")
     assert job.end(timeout=0.1) == -signal.SIGKILL
 
 
-def test_workers_live_until_the_job_has_ended(tmp_path: Path) -> None:
-    """SIGTERM reaches the job alone; SIGKILL ends what it leaves."""
+def test_workers_of_a_job_are_killed_after_it(tmp_path: Path) -> None:
+    """SIGTERM is sent to the job only; SIGKILL ends the remaining processes of its group."""
     out = tmp_path / "worker"
     script = f"""
 import pathlib, signal, subprocess, sys, time
@@ -114,7 +114,7 @@ while True: time.sleep(1)
 def test_a_job_has_the_lowest_priority() -> None:
     job = ThrottledJob(SPIN)
     assert os.getpriority(os.PRIO_PROCESS, job.pid) == 19
-    if sys.platform.startswith("linux"):  # Without memory, the kernel kills it first.
+    if sys.platform.startswith("linux"):  # If memory runs out, the kernel kills the job first.
         assert Path(f"/proc/{job.pid}/oom_score_adj").read_text() == "1000\n"
     job.end()
 
@@ -160,7 +160,7 @@ def test_a_pacer_keeps_the_share_while_requests_run(tmp_path: Path) -> None:
     pacer.started = 100.0
     pacer.pause()
     assert fake.now == pytest.approx(100.2)
-    fake.now += 10.0  # another shape is compiled: it counts for 0.1 s
+    fake.now += 10.0  # another shape is compiled, which counts as 0.1 s only
     pacer.pause()
     assert fake.now == pytest.approx(100.2 + 10.0 + 0.9)
     load.write(0, 0, 0.0)

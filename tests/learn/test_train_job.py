@@ -1,4 +1,4 @@
-"""The job: documents become a promoted version; failures leave everything as it was."""
+"""The training job: documents become a promoted version; failures change nothing."""
 
 import json
 from collections import Counter
@@ -77,7 +77,7 @@ def check_config(folder: LearnFolder) -> None:
     assert not torch.equal(after.tensors["fc.weight"], before.tensors["fc.weight"])
 
 
-def test_answers_that_nobody_can_predict_are_rejected(tmp_path: Path) -> None:
+def test_a_version_trained_on_random_answers_is_rejected(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, tiny_teacher(), epochs=1.0, mixes=[0.5])
     write_documents(folder, random_answers(60), time=1000.0)
     (record,) = make_job(folder).run()
@@ -101,8 +101,8 @@ def test_a_stopped_round_resumes_with_the_same_documents(tmp_path: Path) -> None
     assert steps[0] == 3 and steps[-1] == record.steps
 
 
-def test_a_state_of_other_settings_is_given_up(tmp_path: Path) -> None:
-    """An upgrade, another path of the drafter or an edited training.json."""
+def test_a_training_state_of_other_settings_is_discarded(tmp_path: Path) -> None:
+    """Settings change after an upgrade, a move of the drafter or an edit of training.json."""
     folder = folder_with_answers(tmp_path, epochs=2.0)
     job = make_job(folder)
     job.on_step = lambda step, total, loss: job.stop()
@@ -115,7 +115,7 @@ def test_a_state_of_other_settings_is_given_up(tmp_path: Path) -> None:
     assert kinds(folder)[0] == "failed"
 
 
-def test_a_loss_that_is_not_finite_fails_the_round_alone(
+def test_a_loss_that_is_not_finite_fails_only_the_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_with_answers(tmp_path)
@@ -159,10 +159,10 @@ def test_a_full_disk_keeps_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(list_versions(folder)) == 1
 
 
-def test_a_purge_while_a_candidate_is_judged(
+def test_a_purge_during_training_discards_the_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No version is learned from documents that were deleted."""
+    """No version may be trained on deleted documents."""
     folder = folder_with_answers(tmp_path, epochs=1.0)
     best_candidate = TrainingRound._best_candidate
 
@@ -177,8 +177,8 @@ def test_a_purge_while_a_candidate_is_judged(
     assert list_versions(folder) == [] and not list(folder.versions.iterdir())
 
 
-def test_long_prompts_are_learned_from(tmp_path: Path) -> None:
-    """They are cut in front: their answers are not lost behind the tokens that are read."""
+def test_long_prompts_are_cut_at_the_front(tmp_path: Path) -> None:
+    """Otherwise the answers would lie after the last token that the trainer reads."""
     folder = make_folder(tmp_path, tiny_teacher(), epochs=1.0, pack_tokens=128)
     long = [new_document(150 * [7] + d.prompt, d.answer) for d in answers()]
     write_documents(folder, long, time=1000.0)
@@ -221,10 +221,10 @@ def test_replayed_answers_guard_against_forgetting(tmp_path: Path) -> None:
     assert plan is not None
     record = job.run_round(plan)
     assert record is not None and record.replay is not None
-    assert record.replay.documents == 12  # a fifth
+    assert record.replay.documents == 12  # a fifth of the replay set
     assert job.training is not None
     training = job.training.data.training
     replayed = training.subset(np.arange(plan.documents, len(training)))
     assert 0.4 < len(replayed.ids) / len(training.ids) <= 0.5
-    # The folder has fewer tokens than its share of the round: answers are replayed again.
+    # The replay set has fewer tokens than its share of the round, so answers are repeated.
     assert 1 < max(Counter(replayed.keys).values()) <= MAX_REPLAYS

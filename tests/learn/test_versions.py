@@ -68,7 +68,7 @@ def test_a_broken_record_is_skipped(folder: LearnFolder, content: str) -> None:
 
 def test_the_newest_events_are_read_without_the_others(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert read_events(path, 3) == read_events(tmp_path) == []  # none, and a folder
+    assert read_events(path, 3) == read_events(tmp_path) == []  # a missing file, and a folder
     for i in range(500):
         append_event(path, "trained", f"{i} " + 100 * "x")
     assert [event.text.split()[0] for event in read_events(path, 3)] == ["497", "498", "499"]
@@ -85,7 +85,7 @@ def test_only_a_version_with_weights_becomes_current(folder: LearnFolder) -> Non
     assert read_current(folder).number == 0
 
 
-def test_rollback_marks_what_it_leaves(folder: LearnFolder) -> None:
+def test_rollback_marks_the_versions_it_abandons(folder: LearnFolder) -> None:
     for number in (1, 2, 3):
         add(folder, number, number - 1)
     set_current(folder, 3, "test")
@@ -95,13 +95,13 @@ def test_rollback_marks_what_it_leaves(folder: LearnFolder) -> None:
     assert states == ["rolled back", "rolled back", "rolled back"]
 
 
-def test_a_broken_current_file_names_the_fix(folder: LearnFolder) -> None:
+def test_a_broken_current_file_is_an_error_with_a_fix(folder: LearnFolder) -> None:
     folder.current.write_text("{")
     with pytest.raises(UserError, match="remove it to use the drafter of the pair"):
         read_current(folder)
 
 
-def test_a_rollback_to_a_newer_version_leaves_nothing(folder: LearnFolder) -> None:
+def test_a_rollback_to_a_newer_version_marks_nothing(folder: LearnFolder) -> None:
     for number in (1, 2, 3):
         add(folder, number, parent=number - 1)
     set_current(folder, 1, "a test")
@@ -109,7 +109,7 @@ def test_a_rollback_to_a_newer_version_leaves_nothing(folder: LearnFolder) -> No
     assert [record.state for record in list_versions(folder)] == ["promoted"] * 3
 
 
-def test_pruning_keeps_what_a_rollback_needs(folder: LearnFolder) -> None:
+def test_pruning_keeps_versions_that_a_rollback_needs(folder: LearnFolder) -> None:
     for number in range(1, 9):
         state = "rolled back" if number == 3 else "rejected"
         add(folder, number, number - 1, state=state)
@@ -135,7 +135,7 @@ def test_a_candidate_of_another_parent_is_not_promoted(folder: LearnFolder) -> N
 def test_a_rollback_is_not_overwritten_by_a_promotion(
     folder: LearnFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rollback that comes while a candidate is promoted waits, and then leaves it."""
+    """A rollback during a promotion waits for it, and then reverts it."""
     add(folder, 1, 0)
     set_current(folder, 1, "test")
     add(folder, 2, 1, state="candidate")

