@@ -28,7 +28,7 @@ from tests.support.models.tiny_models import AUX, LEARNED_POSITIONS, make_drafte
     targets_and_methods(["p-eagle"], ["p-eagle", "eagle3"]),
     indirect=["any_target"],
 )
-def test_four_roads_one_answer(any_target: Target, method, prompt) -> None:
+def test_all_decoders_agree(any_target: Target, method, prompt) -> None:
     drafter = make_drafter(any_target, method, layers=3 if method == "p-eagle" else 1)
     any_target.tap(AUX)
     for k in (1, 4, 7):
@@ -63,10 +63,8 @@ def test_adversarial_drafters(any_target: Target, right: list[bool], method: str
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
-def test_proposals_equal_the_reference_whatever_was_accepted(
-    target: Target, method, prompt
-) -> None:
-    """After right, wrong and half-right blocks, the cached drafter drafts as without a cache."""
+def test_proposals_equal_the_reference_for_any_acceptance(target: Target, method, prompt) -> None:
+    """The cached drafter equals the cache-free one after accepted, rejected and mixed blocks."""
     drafter = make_drafter(target, method, layers=4 if method == "p-eagle" else 1, draft_vocab=40)
     target.tap(AUX)
     ids, k = prompt(6), 5
@@ -74,7 +72,7 @@ def test_proposals_equal_the_reference_whatever_was_accepted(
     sequence = ids + answer
 
     class Watcher:
-        """Drafts half-right blocks, and compares the drafter with the reference at each step."""
+        """Proposes partly correct drafts; compares the drafter with the reference at each step."""
 
         def __init__(self) -> None:
             self.mine = proposer_for(drafter)
@@ -96,7 +94,7 @@ def test_proposals_equal_the_reference_whatever_was_accepted(
     assert watcher.compared >= 10
 
 
-def test_a_drafter_that_agrees_is_accepted(target: Target, prompt) -> None:
+def test_correct_drafts_are_accepted(target: Target, prompt) -> None:
     """A drafter that always drafts the target's most frequent token has accepted drafts."""
     drafter = make_drafter(target, "p-eagle", 2)
     target.tap(AUX)
@@ -127,7 +125,7 @@ def test_stop_token_inside_an_accepted_block(target: Target, prompt) -> None:
 @pytest.mark.parametrize(
     ("method", "length"),
     [
-        # Answers of more than 250 tokens: once here, the others in `make test-slow`.
+        # One answer of more than 250 tokens runs by default; the others are slow.
         pytest.param(
             *(method, length),
             marks=pytest.mark.slow if length < 250 and (method, length) != ("p-eagle", 1) else [],
@@ -136,7 +134,9 @@ def test_stop_token_inside_an_accepted_block(target: Target, prompt) -> None:
         for length in (1, 2, 250, 253, 254, 255)
     ],
 )
-def test_up_to_the_very_end_of_the_context(target: Target, method, length: int, prompt) -> None:
+def test_decoding_ends_at_the_end_of_the_context(
+    target: Target, method, length: int, prompt
+) -> None:
     drafter = make_drafter(target, method, 1)
     target.tap(AUX)
     ids = prompt(length)
@@ -148,7 +148,7 @@ def test_up_to_the_very_end_of_the_context(target: Target, method, length: int, 
 @pytest.mark.parametrize("name", LEARNED_POSITIONS)
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_no_draft_needs_a_position_beyond_the_context(name: str, method, prompt) -> None:
-    """A table of learned positions has no entry for it."""
+    """Learned position embeddings have no entry beyond the context."""
     target = make_target(name)
     drafter = make_drafter(target, method, 1)
     target.tap(AUX)
@@ -168,12 +168,14 @@ def test_no_draft_needs_a_position_beyond_the_context(name: str, method, prompt)
         ([96], 1, "vocabulary"),
     ],
 )
-def test_impossible_requests(target: Target, ids: list[int], count: int, words: str) -> None:
+def test_invalid_requests_are_refused(
+    target: Target, ids: list[int], count: int, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         next(decode(target, None, ids, 0, count, GREEDY))
 
 
-def test_bfloat16_runs(prompt) -> None:
+def test_decoding_in_bfloat16(prompt) -> None:
     target = make_target()
     target.model.to(torch.bfloat16)
     drafter = make_drafter(target, "p-eagle", 2)

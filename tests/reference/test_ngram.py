@@ -1,4 +1,4 @@
-"""Prompt lookup, by its definition."""
+"""Prompt lookup (n-gram drafting) follows its definition."""
 
 import pytest
 
@@ -15,18 +15,18 @@ from tests.support.models.tiny_models import make_target
     [
         ([5, 6, 7, 8, 9, 5, 6, 7], [8, 9, 5, 6]),
         ([5, 6, 1, 5, 6, 2, 5, 6], [2, 5, 6, 2]),  # the most recent of two matches
-        ([4, 5, 6, 1, 5, 6, 2, 4, 5, 6], [1, 5, 6, 2]),  # a longer one wins over a recent one
+        ([4, 5, 6, 1, 5, 6, 2, 4, 5, 6], [1, 5, 6, 2]),  # the longest match has priority
         ([3, 3, 3], [3, 3, 3, 3]),
-        ([5, 6, 5, 6], [5, 6, 5, 6]),  # a period goes on
-        ([1, 2, 3, 4, 3], []),  # one token is not enough
+        ([5, 6, 5, 6], [5, 6, 5, 6]),  # the period is continued
+        ([1, 2, 3, 4, 3], []),  # a match of one token is too short
         ([1], []),
     ],
 )
-def test_the_continuation_of_the_last_tokens(tokens: list[int], drafts: list[int]) -> None:
+def test_drafts_continue_the_matching_tokens(tokens: list[int], drafts: list[int]) -> None:
     assert propose_ngram(tokens, 4) == drafts
 
 
-def test_no_match_is_longer_than_the_limit() -> None:
+def test_the_length_of_a_match_is_limited() -> None:
     tokens = list(range(20)) * 2
     assert match_length(tokens) == (MAX_NGRAM, 19)
 

@@ -1,4 +1,4 @@
-"""The real default target, SmolLM2-135M-Instruct: lossless, within its memory, fast to load."""
+"""The default target SmolLM2-135M-Instruct: lossless decoding, memory, time to load."""
 
 import json
 import os
@@ -25,11 +25,11 @@ from tests.support.server.serving import tiny_pair
 PROMPTS = (Path(__file__).parents[1] / "support" / "prompts.txt").read_text().splitlines()
 K = 7
 DRAFTED: tuple[Method, ...] = ("p-eagle", "eagle3")
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # the other worker has the other core
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # another test worker uses the other core
 
 
-def cached_roads(real: LoadedPair, text: str, count: int) -> list[int]:
-    """transformers' generate = none = adversarial drafters = both drafters of the pair."""
+def check_cached_decoders(real: LoadedPair, text: str, count: int) -> list[int]:
+    """Check that transformers, plain decoding, adversarial drafters and both drafters agree."""
     target, ids = real.target, real.encode(text)
     target.tap(())
     expected = transformers_generate(target, ids, count)
@@ -49,7 +49,9 @@ def cached_roads(real: LoadedPair, text: str, count: int) -> list[int]:
     return expected
 
 
-def cache_free_road(real: LoadedPair, text: str, method: Method, expected: list[int]) -> None:
+def check_cache_free_decoder(
+    real: LoadedPair, text: str, method: Method, expected: list[int]
+) -> None:
     drafter = real.drafter(method)
     real.target.tap(drafter.config.aux_layer_ids or ())
     steps = reference.decode(real.target, drafter, real.encode(text), K, len(expected), Sampling())
@@ -57,22 +59,22 @@ def cache_free_road(real: LoadedPair, text: str, method: Method, expected: list[
 
 
 def test_lossless_short(real: LoadedPair) -> None:
-    """`test_lossless_128` is the long proof, for all prompts."""
-    expected = cached_roads(real, PROMPTS[0], count=6)
+    """`test_lossless_128` covers all prompts and longer answers."""
+    expected = check_cached_decoders(real, PROMPTS[0], count=6)
     for method in DRAFTED:
-        cache_free_road(real, PROMPTS[0], method, expected[:2])
+        check_cache_free_decoder(real, PROMPTS[0], method, expected[:2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
 def test_lossless_128(real: LoadedPair, number: int) -> None:
     """The reference takes minutes per prompt, so the two methods alternate."""
-    expected = cached_roads(real, PROMPTS[number], count=128)
-    cache_free_road(real, PROMPTS[number], DRAFTED[number % 2], expected)
+    expected = check_cached_decoders(real, PROMPTS[number], count=128)
+    check_cache_free_decoder(real, PROMPTS[number], DRAFTED[number % 2], expected)
 
 
-def test_the_tokenizer_is_the_models_own(real: LoadedPair) -> None:
-    """What the GGUF file lost: digits one by one, the stop token, no clean-up of spaces."""
+def test_the_tokenizer_is_complete(real: LoadedPair) -> None:
+    """The GGUF file lacks some rules: split digits, the stop token, no clean-up of spaces."""
     tokenizer = real.target.tokenizer
     assert tokenizer.convert_ids_to_tokens(tokenizer("x = 2024")["input_ids"])[-4:] == [
         "2",
@@ -117,8 +119,8 @@ def test_json_for_a_schema(real: LoadedPair) -> None:
 
 
 @pytest.mark.slow
-def test_two_gigabytes_and_three_seconds() -> None:
-    """In a separate process: peak memory of loading and decoding, and the CPU time to load."""
+def test_memory_and_load_time() -> None:
+    """A separate process measures peak memory of loading and decoding, and CPU time of loading."""
     script = """
         import json, time
         import torch
@@ -151,15 +153,17 @@ def test_two_gigabytes_and_three_seconds() -> None:
 
 
 def readme_code() -> str:
-    """The four lines of the README, as they stand there, and what follows them."""
+    """The code of both Python examples in the README; the first has at most four lines."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     first, second = (block.split("```")[0] for block in readme.split("```python\n")[1:])
     assert len(first.strip().splitlines()) <= 4
     return first + second
 
 
-def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a tiny pair; `test_whole_readme_runs` takes the one that the README names."""
+def test_readme_runs_with_a_tiny_pair(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The slow `test_readme_runs_with_the_default_pair` loads the pair that the README names."""
     monkeypatch.setattr(peagle, "load", lambda name: tiny_pair())
     monkeypatch.setattr(LoadedPair, "generate", partialmethod(LoadedPair.generate, max_tokens=16))
     exec(readme_code(), {})
@@ -167,7 +171,7 @@ def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_whole_readme_runs() -> None:
+def test_readme_runs_with_the_default_pair() -> None:
     out = subprocess.check_output([sys.executable, "-c", readme_code()], text=True, env=ONE_THREAD)
     assert len(out.split()) > 30
 

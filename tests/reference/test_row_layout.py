@@ -29,7 +29,7 @@ def test_worked_example() -> None:
 def table(
     ids: list[int], first: int, rejected: int, newest: int, k: int
 ) -> list[tuple[int, int, int]]:
-    """(id, position, index of the hidden state) of each row: the table in plain Python."""
+    """(id, position, index of the hidden state) of each row, computed in plain Python."""
     accepted = ids[: len(ids) - rejected]
     count = len(accepted)
     rows = [(accepted[j + 1] if j + 1 < count else newest, first + j, j) for j in range(count)]

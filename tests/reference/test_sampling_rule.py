@@ -1,4 +1,4 @@
-"""Sampling is exact: the joint distribution of three tokens; the same answer with drafts."""
+"""Sampling is exact: joint distribution of three tokens, and equal answers with drafts."""
 
 import itertools
 from collections import Counter
@@ -28,14 +28,14 @@ PROMPT = [3, 1, 4]
 
 @pytest.fixture(scope="module")
 def small() -> Target:
-    """Two layers and a vocabulary of six, so that three tokens have 216 outcomes."""
+    """A target with two layers and a vocabulary of six: three tokens have 216 outcomes."""
     target = make_target("llama", seed=3, vocab_size=6, num_hidden_layers=2)
-    target.model.lm_head.weight.data.mul_(0.5)  # a distribution worth sampling from
+    target.model.lm_head.weight.data.mul_(0.5)  # makes the distribution less peaked
     return target
 
 
-class Likely:
-    """Proposes the greedy continuation of the target; `known` remembers those of all runs."""
+class GreedyProposer:
+    """Proposes the greedy continuation of the target; `known` caches tokens over all runs."""
 
     def __init__(self, target: Target, known: dict[tuple[int, ...], int]) -> None:
         self.target = target
@@ -73,7 +73,7 @@ def sample(target: Target, sampling: dict, runs: int, k: int = 2) -> tuple[Count
     accepted = 0
     known: dict[tuple[int, ...], int] = {}
     for seed in range(runs):
-        proposer = Likely(target, known)
+        proposer = GreedyProposer(target, known)
         steps = list(decode(target, proposer, PROMPT, k, 3, Sampling(**sampling, seed=seed)))
         counts[tuple(token for step in steps for token in step.tokens)] += 1
         accepted += sum(step.accepted for step in steps)
@@ -82,25 +82,29 @@ def sample(target: Target, sampling: dict, runs: int, k: int = 2) -> tuple[Count
 
 @pytest.mark.parametrize(
     "option",
-    [  # Acceptance knows processed probabilities only; "all" processes them in every way.
+    [  # Acceptance sees only processed probabilities; "all" applies every kind of processing.
         pytest.param(
             option, id=name, marks=[] if name in ("temperature", "all") else pytest.mark.slow
         )
         for name, option in OPTIONS.items()
     ],
 )
-def test_speculative_distribution_is_the_targets(small: Target, option: dict) -> None:
-    """Chi-square at level 1e-3 over 500 answers; seeds are fixed, so the verdict is too."""
+def test_speculative_sampling_has_the_distribution_of_the_target(
+    small: Target, option: dict
+) -> None:
+    """Chi-square test at level 1e-3 over 500 answers; fixed seeds make it deterministic."""
     small.tap(())
     exact = joint(small, Sampling(**option))
     assert abs(sum(exact.values()) - 1) < 1e-5
     counts, accepted = sample(small, option, RUNS)
-    assert accepted > RUNS / 10, "drafts must be accepted now and then for this to prove anything"
+    assert accepted > RUNS / 10, "without accepted drafts the test would be meaningless"
     assert p_value(counts, exact, RUNS) > 1e-3
 
 
-def test_the_test_can_fail(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accepting one draft too easily (the classic bug) is found with the same number of answers."""
+def test_the_chi_square_test_detects_a_faulty_rule(
+    small: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule that always accepts the first draft fails the test with as many answers."""
     small.tap(())
     exact = joint(small, Sampling(temperature=0.8))
 
@@ -133,7 +137,7 @@ def test_a_seed_gives_the_same_answer_with_and_without_speculation(
         assert answers[0] == answers[1]
 
 
-def test_one_hot_rejection_sampling_in_numbers() -> None:
+def test_rejection_sampling_with_one_hot_drafts() -> None:
     """P(keep draft x) = p(x); given a rejection, the token follows p without x, renormalized."""
     p = torch.tensor([0.1, 0.5, 0.15, 0.25])
     u = uniforms(0, 40_000)
@@ -160,7 +164,7 @@ def test_impossible_tokens_are_never_chosen() -> None:
         ) in (0, 2)
 
 
-def test_uniforms_have_a_common_start() -> None:
+def test_uniforms_of_different_lengths_share_a_prefix() -> None:
     assert torch.equal(uniforms(4, 10), uniforms(4, 100)[:10])
 
 
@@ -175,6 +179,6 @@ def test_uniforms_have_a_common_start() -> None:
         {"seed": -3},
     ],
 )
-def test_bad_settings_are_refused(bad: dict) -> None:
+def test_invalid_settings_are_refused(bad: dict) -> None:
     with pytest.raises(UserError, match=next(iter(bad))):
         Sampling(**bad)

@@ -27,7 +27,7 @@ def run(*args: object) -> tuple[int, str, str]:
 
 
 def slower(by: float, spread: float = 0.02) -> Change:
-    """P-EAGLE only."""
+    """Make the P-EAGLE cells slower."""
 
     def change(cell: dict[str, Any]) -> None:
         if cell["method"] == "p-eagle":
@@ -39,12 +39,12 @@ def slower(by: float, spread: float = 0.02) -> Change:
     return change
 
 
-def test_nothing_changed(tmp_path: Path) -> None:
+def test_equal_results(tmp_path: Path) -> None:
     code, out, _ = run(*pair(tmp_path))
     assert code == 0 and "0 of 6 worse by more than 5.0%" in out
 
 
-def test_a_regression_is_named(tmp_path: Path) -> None:
+def test_a_regression_is_reported(tmp_path: Path) -> None:
     code, out, err = run(*pair(tmp_path, slower(0.2)))
     assert code == 1 and "2 of 6 worse" in out
     assert (
@@ -52,21 +52,21 @@ def test_a_regression_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_threshold(tmp_path: Path) -> None:
+def test_the_threshold_is_an_option(tmp_path: Path) -> None:
     files = pair(tmp_path, slower(0.2, 0.001))
     assert run(*files, "--threshold", "25%")[0] == 0 and run(*files, "--threshold", "0.19")[0] == 1
     for wrong in ("5", "x", "-1%", "100%", "nan"):
         assert run(*files, "--threshold", wrong)[0] == 2
 
 
-def test_inside_both_spreads_is_noise(tmp_path: Path) -> None:
+def test_changes_within_both_spreads_are_noise(tmp_path: Path) -> None:
     files = pair(tmp_path, slower(0.08, 0.09))
     code, out, _ = run(*files)
     assert code == 0 and "2 within both spreads" in out and "noise" in out
     assert run(*files, "--strict")[0] == 1
 
 
-def test_one_run_has_no_noise(tmp_path: Path) -> None:
+def test_single_runs_have_no_noise_range(tmp_path: Path) -> None:
     def change(cell: dict[str, Any]) -> None:
         slower(0.08, 0.09)(cell)
         cell["repeats"] = 1
@@ -74,7 +74,7 @@ def test_one_run_has_no_noise(tmp_path: Path) -> None:
     assert run(*pair(tmp_path, change))[0] == 1
 
 
-def test_direction(tmp_path: Path) -> None:
+def test_lower_latency_is_better(tmp_path: Path) -> None:
     def change(cell: dict[str, Any]) -> None:
         cell["mean_ttft_ms"] *= 1.5
         cell["median_itl_ms"] *= 0.5
@@ -86,14 +86,14 @@ def test_direction(tmp_path: Path) -> None:
     assert run(*files)[0] == 0
 
 
-def test_metrics_not_measured_are_no_regression(tmp_path: Path) -> None:
+def test_unmeasured_metrics_are_not_regressions(tmp_path: Path) -> None:
     code, out, _ = run(*pair(tmp_path), "--metric", "joules_per_token")
     assert code == 0 and "6 not measured" in out
     code, _, err = run(*pair(tmp_path), "--metric", "output_troughput")
     assert code == 2 and "Did you mean 'output_throughput'?" in err
 
 
-def test_what_is_gone_is_a_regression(tmp_path: Path) -> None:
+def test_missing_values_are_a_regression(tmp_path: Path) -> None:
     for gone in (None, 0):
         code, _, err = run(
             *pair(tmp_path, lambda cell, gone=gone: cell.update(output_throughput=gone))
@@ -101,14 +101,14 @@ def test_what_is_gone_is_a_regression(tmp_path: Path) -> None:
         assert code == 1 and "no longer there" in err
 
 
-def test_other_targets(tmp_path: Path) -> None:
+def test_different_targets_need_force(tmp_path: Path) -> None:
     files = pair(tmp_path, target={"name": "other"})
     code, _, err = run(*files)
     assert code == 2 and "--force" in err
     assert run(*files, "--force")[0] == 0
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     good, _ = pair(tmp_path)
     (tmp_path / "bad.json").write_text("{}")
     for wrong in ("bad.json", "nowhere.json"):
@@ -118,7 +118,7 @@ def test_bad_files(tmp_path: Path) -> None:
     assert code == 2 and "no cell in common" in err
 
 
-def test_remarks(tmp_path: Path) -> None:
+def test_differences_of_runs_are_noted(tmp_path: Path) -> None:
     def change(cell: dict[str, Any]) -> None:
         cell["failed"] = 1
         cell["concurrency"] = 4 if cell["concurrency"] == 8 else 1
@@ -131,7 +131,7 @@ def test_remarks(tmp_path: Path) -> None:
     )
 
 
-def test_json(tmp_path: Path) -> None:
+def test_json_output(tmp_path: Path) -> None:
     files = pair(tmp_path, slower(0.2))
     code, out, _ = run(*files, "--json")
     comparison = json.loads(out)

@@ -1,4 +1,4 @@
-"""`peagle report`: what is read and refused, the numbers, the sentence, the page."""
+"""`peagle report`: reading results, numbers, the verdict, the page."""
 
 import json
 import re
@@ -54,14 +54,14 @@ def make_cell(
     return cell
 
 
-def tight(method: str, k: int | str, c: int, speed: float) -> BenchCell:
+def make_precise_cell(method: str, k: int | str, c: int, speed: float) -> BenchCell:
     return make_cell(method, k, c, speed, (speed * 0.99, speed * 1.01))
 
 
-# What is read
+# Reading results
 
 
-def test_foreign_files_are_named_and_skipped(tmp_path: Path) -> None:
+def test_other_files_are_reported_and_skipped(tmp_path: Path) -> None:
     write(tmp_path, result())
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "other.json").write_text('{"cells": []}')
@@ -76,7 +76,7 @@ def test_foreign_files_are_named_and_skipped(tmp_path: Path) -> None:
         assert any(f"{name}.json" in line for line in warnings)
 
 
-def test_no_result_is_exit_2(tmp_path: Path) -> None:
+def test_a_missing_result_is_exit_code_2(tmp_path: Path) -> None:
     assert "peagle bench" in run("report", tmp_path, code=2)
     assert "does not exist" in run("report", tmp_path / "nowhere", code=2)
 
@@ -90,7 +90,7 @@ def test_different_targets_are_refused(tmp_path: Path, field: str) -> None:
     assert field in message and "folder of its own" in message
 
 
-def test_what_is_not_known_of_a_target_contradicts_nothing(tmp_path: Path) -> None:
+def test_unknown_facts_of_a_target_are_compatible(tmp_path: Path) -> None:
     write(tmp_path, result("a"))
     write(
         tmp_path,
@@ -101,7 +101,7 @@ def test_what_is_not_known_of_a_target_contradicts_nothing(tmp_path: Path) -> No
     assert len(read_results(tmp_path, print)) == 2
 
 
-def test_numbers() -> None:
+def test_invalid_numbers_are_ignored() -> None:
     assert [
         as_float(x) for x in (1, 2.5, None, "3", True, float("nan"), float("inf"), 10**400)
     ] == [
@@ -109,7 +109,8 @@ def test_numbers() -> None:
         2.5,
         *[None] * 6,
     ]
-    assert BenchCell.from_json(cell("s", "none", 0, 1) | {"k": None}) is not None  # none needs no K
+    # The method `none` needs no K.
+    assert BenchCell.from_json(cell("s", "none", 0, 1) | {"k": None}) is not None
     for wrong in (
         {"k": -1},
         {"k": True},
@@ -163,7 +164,7 @@ def test_repeated_runs_are_pooled(tmp_path: Path) -> None:
     assert pooled.throughput == 12.5 and pooled.spread == (10.0, 15.0) and pooled.failed == 2
 
 
-def test_another_load_or_drafter_stands_beside(tmp_path: Path) -> None:
+def test_another_load_or_drafter_is_shown_separately(tmp_path: Path) -> None:
     write(tmp_path, result("a"))
     write(tmp_path, result("b", drafters={"p-eagle": {"trained": False}}))
     other = result("c")
@@ -182,23 +183,22 @@ def test_overall_is_the_mean_of_speed_ups() -> None:
     for name, (none, fast) in speeds.items():
         for method, k, speed in (("none", 0, none), ("p-eagle", 7, fast)):
             cells.append(BenchCell(key=CellKey(name, method, k, 1), output_throughput=speed))
-    cells.append(
-        BenchCell(key=CellKey("a", "p-eagle", 3, 1), output_throughput=5.0)
-    )  # b did not measure it
+    # not measured for set b
+    cells.append(BenchCell(key=CellKey("a", "p-eagle", 3, 1), output_throughput=5.0))
     by_set = grids_by_set(cells, set_names(cells))
     assert list(by_set) == [OVERALL, "a", "b"] and len(by_set[OVERALL].cells) == 2
     best = by_set[OVERALL].best(1)
     gain = by_set[OVERALL].speedup(best) if best else None
-    assert gain is not None and gain.value == pytest.approx(4.0)  # of 2 and 8
+    assert gain is not None and gain.value == pytest.approx(4.0)  # the geometric mean of 2 and 8
 
 
-def test_front() -> None:
+def test_the_pareto_front() -> None:
     points = {
         (1, 100.0, 100.0),
         (2, 90.0, 180.0),
         (3, 60.0, 170.0),
         (4, 50.0, 300.0),
-    }  # the third is beaten
+    }  # the third is dominated
     grid = Grid(
         BenchCell(
             key=CellKey("s", "p-eagle", 7, c), output_throughput=speed, per_user_throughput=user
@@ -208,7 +208,7 @@ def test_front() -> None:
     assert [c.concurrency for c in grid.pareto_front()] == [1, 2, 4]
 
 
-def test_figures_have_the_numbers_and_words(tmp_path: Path) -> None:
+def test_figures_have_the_measured_numbers_and_descriptions(tmp_path: Path) -> None:
     path = write(tmp_path, result(ks=(3, 7, "auto"), concurrency=(1, 8)))
     grid = Grid(read_results(path, print)[0].cells)
     by_name = {figure.name: figure for figure in figures(grid)}
@@ -240,12 +240,12 @@ def test_helpers() -> None:
     assert slug("../NVIDIA H200\n") == "nvidia-h200" and slug("../..") == "x"
 
 
-# The sentence
+# The verdict
 
 
 def test_verdict_names_winner_and_gain() -> None:
-    cells = [tight("none", 0, 1, 10), tight("p-eagle", 7, 1, 24)]
-    cells += [tight("none", 0, 32, 100), tight("p-eagle", 7, 32, 80)]
+    cells = [make_precise_cell("none", 0, 1, 10), make_precise_cell("p-eagle", 7, 1, 24)]
+    cells += [make_precise_cell("none", 0, 32, 100), make_precise_cell("p-eagle", 7, 32, 80)]
     grid = Grid(cells)
     sentence = verdict(grid)
     assert sentence == (
@@ -254,9 +254,9 @@ def test_verdict_names_winner_and_gain() -> None:
     )
 
 
-def test_verdict_tells_each_k() -> None:
-    cells = [tight("none", 0, c, 10.0 * c) for c in (1, 2, 4, 8)]
-    cells += [tight("p-eagle", 7 if c < 4 else 3, c, 20.0 * c) for c in (1, 2, 4, 8)]
+def test_verdict_lists_k_by_load() -> None:
+    cells = [make_precise_cell("none", 0, c, 10.0 * c) for c in (1, 2, 4, 8)]
+    cells += [make_precise_cell("p-eagle", 7 if c < 4 else 3, c, 20.0 * c) for c in (1, 2, 4, 8)]
     assert verdict(Grid(cells)) == (
         "P-EAGLE (K=7 from 1, K=3 from 4) is fastest with 1 to 8 at a time:"
         " 2.00 times plain decoding."
@@ -312,7 +312,7 @@ def test_eagle3_sentence() -> None:
 
 
 class Reader(HTMLParser):
-    """Tags, ids, and where the page would reach outside."""
+    """Collects the tags, ids and links of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class Reader(HTMLParser):
         self.bare_headers += tag == "th" and "scope" not in attributes
 
 
-def test_same_results_same_bytes(tmp_path: Path) -> None:
+def test_reports_are_reproducible(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write(tmp_path / "in", result())
     for name in ("one", "two"):
@@ -350,7 +350,7 @@ def test_same_results_same_bytes(tmp_path: Path) -> None:
 def test_page_is_self_contained_and_accessible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A figure is drawn once for all sets and machines: their numbers do not matter here."""
+    """Each figure is drawn once for all sets and machines: numbers do not matter in this test."""
     pytest.importorskip("matplotlib")
     drawn: dict[str, tuple[str, bytes]] = {}
 
@@ -396,7 +396,7 @@ def test_numbers_on_axes_are_not_rounded() -> None:
     assert "t &amp; t</title>" in inlined and len(inlined) < len(svg)
 
 
-def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
+def test_text_of_result_files_is_escaped(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     evil = "\ud800<script>alert(1)</script><!-- --> \"'`|$x_1$"
     content = result(
@@ -422,11 +422,11 @@ def test_text_of_result_files_is_only_text(tmp_path: Path) -> None:
     run("report", tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert Reader(page).tags.count("script") == 1 and "<script>alert" not in page
-    text = re.sub(r"\\.", "", run("report", tmp_path, "--markdown"))  # what is escaped is text
+    text = re.sub(r"\\.", "", run("report", tmp_path, "--markdown"))  # without escaped characters
     assert "<" not in re.sub(r"`[^`]*`", "", text) and "<!--" not in text and "-->" not in text
 
 
-def test_every_cell_says_how_many_answers_are_identical(tmp_path: Path) -> None:
+def test_the_table_counts_identical_answers(tmp_path: Path) -> None:
     sets = ("humaneval", "gsm8k")
     content = result(sets=sets, methods=("none", "p-eagle"), ks=(7,), concurrency=(1, 8))
     for raw in content["cells"]:
@@ -444,7 +444,7 @@ def test_every_cell_says_how_many_answers_are_identical(tmp_path: Path) -> None:
         assert [row[column] for row in table.rows] == texts
 
 
-def test_a_run_names_its_exact_modes(tmp_path: Path) -> None:
+def test_the_exact_modes_of_a_run_are_shown(tmp_path: Path) -> None:
     old, new = (result(name, methods=("none", "p-eagle"), concurrency=(1,)) for name in "ab")
     for i, raw in enumerate(new["cells"]):
         raw["exact_mode"] = "batched" if i else "off"
@@ -490,7 +490,7 @@ def test_single_and_failed_cells_make_a_page(tmp_path: Path) -> None:
     assert "Nothing could be measured" in (tmp_path / "failed" / "report.html").read_text()
 
 
-def test_without_matplotlib_the_fix_is_named(
+def test_missing_matplotlib_is_reported_with_a_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, result())
@@ -499,7 +499,7 @@ def test_without_matplotlib_the_fix_is_named(
     assert "| `none` | 1.00 |" in run("report", tmp_path, "--markdown")
 
 
-def test_options(tmp_path: Path) -> None:
+def test_options_of_the_command(tmp_path: Path) -> None:
     write(tmp_path, result(sets=("humaneval", "gsm8k")))
     assert "mean of humaneval and gsm8k" in run("report", tmp_path, "--markdown")
     assert ", gsm8k," in run("report", tmp_path, "--markdown", "--set", "gsm8k")
@@ -519,7 +519,7 @@ def test_markdown_marks_the_fastest(tmp_path: Path) -> None:
     assert "c=1 | c=64" in table[0] and "bfloat16" in lines[0] and "`peagle bench" in lines[-1]
 
 
-def test_trees_are_told_from_chains(tmp_path: Path) -> None:
+def test_trees_are_shown_separately_from_chains(tmp_path: Path) -> None:
     content = result(ks=(7,), concurrency=(1, 8), methods=("none", "p-eagle"))
     chains = [raw for raw in content["cells"] if raw["method"] == "p-eagle"]
     faster = [{"tree": 32, "output_throughput": 3 * raw["output_throughput"]} for raw in chains]

@@ -1,4 +1,4 @@
-"""Result files are written exactly as they are read: keys, order, numbers."""
+"""Result files keep their keys, order and numbers when they are read and written."""
 
 import json
 from pathlib import Path
@@ -38,13 +38,13 @@ TOP_KEYS = [
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_file_is_written_byte_for_byte_as_it_was_read(name: str) -> None:
+def test_a_shipped_file_is_unchanged_after_reading_and_writing(name: str) -> None:
     text = (RESULTS / name).read_text()
     result = read_result(RESULTS / name)
     assert json.dumps(result.to_json(), indent=2) + "\n" == text
 
 
-def test_an_unfinished_run_is_written_as_it_was_read(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_unchanged_after_reading_and_writing(tmp_path: Path) -> None:
     run = CellRun(
         [RequestRecord("a", 0, 10.0, [10.5, 10.7, 11.1], tokens=5)],
         duration=1.2345678901,
@@ -70,14 +70,14 @@ def test_an_unfinished_run_is_written_as_it_was_read(tmp_path: Path) -> None:
         "first_error",
     ]
     assert content["runs"][0]["duration"] == 1.2345678901
-    assert content["cells"][0]["duration"] == 1.23457  # medians have six digits
+    assert content["cells"][0]["duration"] == 1.23457  # medians are rounded to six digits
     assert content["runs"][0]["k_steps"] == {"5": 4, "11": 3}
     assert content["runs"][0]["exact_mode"] == content["cells"][0]["exact_mode"] == "batched"
     result = BenchResult.from_json(tmp_path / "r.json", content)
     assert json.dumps(result.to_json(), indent=2) + "\n" == text
 
 
-def test_a_missing_file_and_one_that_is_not_json(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "nope.json"
     with pytest.raises(UserError, match=f"^there is no file {path}: give a file that `peagle ben"):
         read_result(path)
@@ -86,7 +86,7 @@ def test_a_missing_file_and_one_that_is_not_json(tmp_path: Path) -> None:
         read_result(path)
 
 
-def test_values_of_files_edited_by_hand() -> None:
+def test_invalid_values_are_read_as_unknown() -> None:
     assert as_float(True) is as_float("3") is as_float(float("nan")) is None
     assert (as_float(3), as_int(3.0), as_int("3")) == (3.0, 3, None)
     assert as_floats([1, 2.5]) == (1.0, 2.5) and as_floats([1, None]) is as_floats("12") is None
