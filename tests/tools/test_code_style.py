@@ -1,4 +1,4 @@
-"""The package keeps its style: short lines, and functions of at most 50 lines."""
+"""The package follows its style: short lines, and functions of at most 50 lines."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def package_styles() -> list[FileStyle]:
 
 
 def long_functions(styles: list[FileStyle]) -> list[str]:
-    """The functions that are too long, except Triton kernels and the listed commands."""
+    """Functions that are too long, except Triton kernels and the listed commands."""
     return [
         f"{style.path.relative_to(PACKAGE)}: {name}() has {lines} lines"
         for style in styles

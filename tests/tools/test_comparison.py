@@ -1,4 +1,4 @@
-"""docs/science.md: its tables are those of the committed records, its figure is drawn from them."""
+"""docs/science.md: tables and figure are generated from the committed records."""
 
 import json
 import re
@@ -107,7 +107,7 @@ def test_tables_and_figure(results: Path, tmp_path: Path):
     assert (
         rows[first][1] == "2.50 (2.30–2.70)" and rows[first][5] == "+0.0%" and second == first + 1
     )
-    assert rows[second][3] == "3.70" and rows[second][5] == "+27.6%"  # 3.7 against 2.9
+    assert rows[second][3] == "3.70" and rows[second][5] == "+27.6%"  # 3.7 compared with 2.9
     assert any(
         row[:3] == ["DEPENDENCY", "1", "`dependency=256`, `aux_layer_ids=1,2`"] for row in rows
     )
@@ -117,7 +117,7 @@ def test_tables_and_figure(results: Path, tmp_path: Path):
         rows[-1] == ["DEPENDENCY", "3.70", "4.15", "4.31", "4.31", "+16.5%"]
         and rows[-2][0] == "---"
     )
-    assert rows[-7][:3] == ["no drafts", "humaneval", "–"], "the target alone comes first"
+    assert rows[-7][:3] == ["no drafts", "humaneval", "–"], "the row without drafts is first"
     picture = (tmp_path / "comparison.svg").read_text()
     assert (
         "DEPENDENCY" in picture
@@ -126,7 +126,7 @@ def test_tables_and_figure(results: Path, tmp_path: Path):
     )
 
 
-def test_a_second_target_has_a_table_of_its_own(results: Path, tmp_path: Path):
+def test_a_second_target_has_its_own_table(results: Path, tmp_path: Path):
     first = {
         name: comparison.table(name, comparison.read_rungs(results)) for name in comparison.TABLES
     }
@@ -193,7 +193,7 @@ def test_a_second_target_has_a_table_of_its_own(results: Path, tmp_path: Path):
         comparison.main(["--page", str(path), "--results", str(results)]) == 0
         and "COMBINED" in path.read_text()
     )
-    assert not (tmp_path / "comparison.svg").exists(), "the figure is the first target's"
+    assert not (tmp_path / "comparison.svg").exists(), "the figure shows only the first target"
 
 
 def second_table(results: Path) -> list[list[str]]:
@@ -203,7 +203,7 @@ def second_table(results: Path) -> list[list[str]]:
     ]
 
 
-def test_what_is_wrong_is_told(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_reported(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = page(tmp_path)
     words = ["--page", str(path), "--results", str(results)]
     path.write_text("<!-- comparison:start nowhere -->\n<!-- comparison:end -->\n")
@@ -214,7 +214,7 @@ def test_what_is_wrong_is_told(results: Path, tmp_path: Path, capsys: pytest.Cap
     assert comparison.main(words) == 2 and "other.json is not a record" in capsys.readouterr().err
 
 
-def test_without_records_nothing_is_claimed(tmp_path: Path):
+def test_tables_are_empty_without_records(tmp_path: Path):
     (tmp_path / "none").mkdir()
     path = page(tmp_path)
     assert comparison.main(["--page", str(path), "--results", str(tmp_path / "none")]) == 0
@@ -224,7 +224,7 @@ def test_without_records_nothing_is_claimed(tmp_path: Path):
     )
 
 
-def test_the_page_is_not_stale():
+def test_the_page_is_up_to_date():
     names = re.findall(r"comparison:start (\S+)", (ROOT / "docs" / "science.md").read_text())
     assert sorted(names) == sorted(comparison.TABLES)
     assert comparison.main(["--check"]) == 0

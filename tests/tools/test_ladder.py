@@ -1,4 +1,4 @@
-"""The ladder: runs that share a target are trained, measured and resumed; so are their speeds."""
+"""The ladder: runs with one target are trained, measured and resumed; speeds are measured, too."""
 
 import json
 import pickle
@@ -50,12 +50,12 @@ chosen = true
 """
 
 
-pytestmark = pytest.mark.slow  # Half a minute of training for a tool of ours.
+pytestmark = pytest.mark.slow  # half a minute of training for an internal tool
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, sets, a ladder: what a climb needs."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, benchmark sets and a ladder."""
     root = tiny_folder(tmp_path_factory.mktemp("ladder"))
     (root / "ladder.toml").write_text(LADDER)
     (root / "bench").mkdir()
@@ -64,39 +64,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def climb(place: Path, out: Path, *more: str) -> int:
+def run_ladder(workspace: Path, out: Path, *more: str) -> int:
     data = some_answers()[1] / "answers.jsonl"
     given = {
         "--data": data,
-        "--bench": place / "bench",
+        "--bench": workspace / "bench",
         "--out": out,
         "--steps": 4,
         "--max-tokens": 12,
     }
-    words = [str(place / "ladder.toml"), *(str(x) for pair in given.items() for x in pair)]
+    words = [str(workspace / "ladder.toml"), *(str(x) for pair in given.items() for x in pair)]
     return ladder.main(
-        [*words, "--sets", "humaneval,mt_bench", "--base", f"target={place / 'target'}", *more]
+        [*words, "--sets", "humaneval,mt_bench", "--base", f"target={workspace / 'target'}", *more]
     )
 
 
 @pytest.fixture(scope="module")
-def climbed(place: Path) -> Path:
-    out = place / "out"
-    assert climb(place, out, "--answers", str(place / "answers.pkl")) == 1, (
-        "one of them cannot be trained"
+def finished_ladder(workspace: Path) -> Path:
+    out = workspace / "out"
+    assert run_ladder(workspace, out, "--answers", str(workspace / "answers.pkl")) == 1, (
+        "one of the runs cannot be trained"
     )
     return out
 
 
-def test_every_run_leaves_a_drafter_and_a_record(place: Path, climbed: Path):
+def test_every_run_leaves_a_drafter_and_a_record(workspace: Path, finished_ladder: Path):
     names = {"plain-0", "plain-1", "tv-0"}
-    assert {path.stem for path in climbed.glob("*.json")} == names
+    assert {path.stem for path in finished_ladder.glob("*.json")} == names
     assert {
-        path.name for path in climbed.iterdir() if path.is_dir() and path.name[0] != "."
+        path.name for path in finished_ladder.iterdir() if path.is_dir() and path.name[0] != "."
     } == names
-    target = load_target(place / "target", torch.float32, "cpu", "tiny", None)
+    target = load_target(workspace / "target", torch.float32, "cpu", "tiny", None)
     for name in names:
-        record = json.loads((climbed / f"{name}.json").read_text())
+        record = json.loads((finished_ladder / f"{name}.json").read_text())
         assert (
             f"{record['name']}-{record['seed']}" == name
             and record["steps"] == 4
@@ -114,56 +114,60 @@ def test_every_run_leaves_a_drafter_and_a_record(place: Path, climbed: Path):
         )
         shares = lengths["K=7"]["accepted_per_position"]
         assert lengths["K=7"]["acceptance_length"] == pytest.approx(1 + sum(shares), abs=1e-3)
-        assert checkpoint.load(climbed / name, target, torch.float32).config.trained
-    assert json.loads((climbed / "tv-0.json").read_text())["settings"] == {"loss": "tv"}
+        assert checkpoint.load(finished_ladder / name, target, torch.float32).config.trained
+    assert json.loads((finished_ladder / "tv-0.json").read_text())["settings"] == {"loss": "tv"}
 
 
-def test_seeds_come_last_and_differ(climbed: Path):
-    first, second = (json.loads((climbed / f"plain-{seed}.json").read_text()) for seed in (0, 1))
+def test_further_seeds_run_last_and_differ(finished_ladder: Path):
+    first, second = (
+        json.loads((finished_ladder / f"plain-{seed}.json").read_text()) for seed in (0, 1)
+    )
     assert first["sets"] != second["sets"]
     order = sorted(
         ("plain-0", "plain-1", "tv-0"),
-        key=lambda name: (climbed / f"{name}.json").stat().st_mtime_ns,
+        key=lambda name: (finished_ladder / f"{name}.json").stat().st_mtime_ns,
     )
     assert order == ["plain-0", "tv-0", "plain-1"]
 
 
-def test_what_has_a_record_is_not_run_again(
-    place: Path, climbed: Path, capsys: pytest.CaptureFixture[str]
+def test_runs_with_a_record_are_not_repeated(
+    workspace: Path, finished_ladder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    before = (climbed / "plain-0.json").stat().st_mtime_ns
-    assert climb(place, climbed, "--only", "plain,tv") == 0
-    assert (climbed / "plain-0.json").stat().st_mtime_ns == before
+    before = (finished_ladder / "plain-0.json").stat().st_mtime_ns
+    assert run_ladder(workspace, finished_ladder, "--only", "plain,tv") == 0
+    assert (finished_ladder / "plain-0.json").stat().st_mtime_ns == before
     assert capsys.readouterr().out == "every run has its record\n"
 
 
-def test_late_settings_and_known_answers(place: Path, climbed: Path, tmp_path: Path):
-    """`combined` waits for its settings; answers are read where they lie, so many tasks of them."""
-    answers = ["--answers", str(place / "answers.pkl"), "--limit", "2"]
-    assert climb(place, tmp_path, "--only", "combined", *answers) == 2
+def test_late_settings_and_known_answers(workspace: Path, finished_ladder: Path, tmp_path: Path):
+    """`combined` needs settings from the command line; given answers are read, up to the limit."""
+    answers = ["--answers", str(workspace / "answers.pkl"), "--limit", "2"]
+    assert run_ladder(workspace, tmp_path, "--only", "combined", *answers) == 2
     assert (
-        climb(place, tmp_path, "--only", "combined", "--set", "loss=kl", "--set", "k=2", *answers)
+        run_ladder(
+            workspace, tmp_path, "--only", "combined", "--set", "loss=kl", "--set", "k=2", *answers
+        )
         == 0
     )
     record = json.loads((tmp_path / "combined-0.json").read_text())
     assert (
         record["settings"] == {"loss": "kl", "k": 2} and record["sets"]["mt_bench"]["answers"] == 4
     )
-    assert climb(place, tmp_path, "--only", "nobody") == 2
-    assert climb(place, tmp_path, "--only", "plain", "--sets", "gsm8k", *answers) == 2
+    assert run_ladder(workspace, tmp_path, "--only", "nobody") == 2
+    assert run_ladder(workspace, tmp_path, "--only", "plain", "--sets", "gsm8k", *answers) == 2
 
 
-def test_no_run_begins_that_would_not_end_in_time(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_no_run_starts_that_would_exceed_the_time_limit(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert climb(place, tmp_path, "--only", "plain", "--seconds", "0.001") == 0
+    assert run_ladder(workspace, tmp_path, "--only", "plain", "--seconds", "0.001") == 0
     assert [
         path.name for path in tmp_path.glob("*.json")
     ] == [] and "no time left" in capsys.readouterr().out
 
 
-def test_answers_are_evenly_chosen(place: Path, climbed: Path):
-    whole = pickle.loads((place / "answers.pkl").read_bytes())["mt_bench", 0.0]
+def test_answers_are_evenly_selected(workspace: Path, finished_ladder: Path):
+    whole = pickle.loads((workspace / "answers.pkl").read_bytes())["mt_bench", 0.0]
     assert (
         len(ladder.select_tasks(whole, 1)) == 2
         and len(ladder.select_tasks(whole, 9)) == len(whole) == 6
@@ -173,15 +177,15 @@ def test_answers_are_evenly_chosen(place: Path, climbed: Path):
     assert ladder.select_tasks(many, 4).keys == ("000#0", "025#0", "050#0", "075#0")
 
 
-def test_speeds_are_added_to_the_records(place: Path, climbed: Path, tmp_path: Path):
+def test_speeds_are_added_to_the_records(workspace: Path, finished_ladder: Path, tmp_path: Path):
     out = tmp_path / "out"
-    shutil.copytree(climbed, out)
+    shutil.copytree(finished_ladder, out)
     words = [
         str(out),
         "--target",
-        str(place / "target"),
+        str(workspace / "target"),
         "--bench",
-        str(place / "bench"),
+        str(workspace / "bench"),
         "--only",
         "plain",
         "-k",
@@ -200,9 +204,7 @@ def test_speeds_are_added_to_the_records(place: Path, climbed: Path, tmp_path: P
         ("humaneval", "tree 6, K=3"),
         ("mt_bench", "tree 6, K=3"),
     ]
-    assert more[1]["acceptance_length"] >= found["acceptance_length"], (
-        "its first branch is the chain"
-    )
+    assert more[1]["acceptance_length"] >= found["acceptance_length"], "a tree contains the chain"
     assert (
         found["shape"] == "K=3"
         and [*found["tokens_per_second"]] == ["1", "2"]
@@ -216,7 +218,7 @@ def test_speeds_are_added_to_the_records(place: Path, climbed: Path, tmp_path: P
 
 
 def test_the_second_target_is_trained_like_the_first():
-    """But for what the target decides, which is the catalog's."""
+    """Only settings that depend on the target differ, and those equal the catalog."""
     file = ladder.LADDER_FILE.parent / "qwen2.5-coder-0.5b" / "ladder.toml"
     first, second = (
         ladder.read_ladder(path, {}, {"loss": "tvmix", "mix": 0.95}, [])
@@ -227,7 +229,9 @@ def test_the_second_target_is_trained_like_the_first():
         second.taps == source.aux_layer_ids and second.base["mask_token_id"] == source.mask_token_id
     )
     own = {"target", "aux_layer_ids", "mask_token_id", "draft_vocab"}
-    assert {key: told for key, told in second.base.items() if first.base[key] != told}.keys() == own
+    assert {
+        key: value for key, value in second.base.items() if first.base[key] != value
+    }.keys() == own
     assert [str(rung) for rung in second.rungs] == ["p-eagle-0", "combined-0", "eagle3-0"]
     settings = {str(rung): rung.settings for rung in first.rungs}
     assert all(rung.settings == settings[str(rung)] for rung in second.rungs)

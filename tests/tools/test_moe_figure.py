@@ -1,4 +1,4 @@
-"""tools/moe_figure.py: profiles with the published sums, the best K of each method, the figure."""
+"""tools/moe_figure.py: acceptance profiles, the best K of each method, the figure."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def write_cells(path: Path, *cells: tuple[str, str, int, float]) -> Path:
     return path
 
 
-def test_profiles_have_the_published_sums() -> None:
+def test_profiles_have_the_published_acceptance_lengths() -> None:
     profile = geometric_profile(3.94)
     assert 1 + sum(profile) == pytest.approx(3.94) and len(profile) == 7
     assert profile[1] / profile[0] == pytest.approx(profile[0])
@@ -42,7 +42,7 @@ def test_profiles_have_the_published_sums() -> None:
         assert 1 + sum(profiles[method]) == pytest.approx(length, abs=1e-3)
 
 
-def test_each_method_at_its_best_k(tmp_path: Path) -> None:
+def test_methods_are_compared_at_their_best_k(tmp_path: Path) -> None:
     first = write_cells(tmp_path / "a.json", ("p-eagle", "7", 1, 300.0), ("p-eagle", "3", 1, 200.0))
     second = write_cells(
         tmp_path / "b.json",

@@ -1,4 +1,4 @@
-"""The result tables of README.md and docs/results.md: filled by a script, and never stale."""
+"""The result tables of README.md and docs/results.md are generated and up to date."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from tests.support.bench.results import result, write
 ROOT = Path(__file__).parents[2]
 
 
-def test_readme_blocks(tmp_path: Path) -> None:
+def test_blocks_of_a_readme_are_filled(tmp_path: Path) -> None:
     write(tmp_path / "results" / "cpu", result(sets=("humaneval", "gsm8k")))
     readme = tmp_path / "README.md"
     blocks = [
@@ -40,7 +40,7 @@ def test_readme_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
-def test_the_default_fills_both_pages(page: str, tmp_path: Path) -> None:
+def test_both_pages_are_filled_by_default(page: str, tmp_path: Path) -> None:
     for name in ("README.md", "docs/results.md", "tools/readme_table.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -59,7 +59,7 @@ def test_the_default_fills_both_pages(page: str, tmp_path: Path) -> None:
     assert (tmp_path / page).read_text() == intact
 
 
-def test_the_tables_are_not_stale() -> None:
+def test_the_tables_are_up_to_date() -> None:
     for page in ("README.md", "docs/results.md"):
         assert "<!-- bench:start" in (ROOT / page).read_text()
     call = subprocess.run(

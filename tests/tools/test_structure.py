@@ -1,4 +1,4 @@
-"""The map names every package, names only what exists, and stays one page; rooms are small."""
+"""docs/structure.md names every package and only existing paths; packages are small."""
 
 import re
 from pathlib import Path
@@ -11,16 +11,16 @@ BENCHMARKS = ROOT / "benchmarks"
 TESTS = ROOT / "tests"
 MAP = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 MAX_WORDS = 700
-MAX_FILES_PER_ROOM = 15
+MAX_FILES_PER_PACKAGE = 15
 DATA_FOLDERS = {"drafters", "templates", "template", "page", "c"}
 
 
-def rooms_in(folder: Path) -> list[Path]:
+def packages_in(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.rglob("__init__.py"))
 
 
 def packages() -> list[Path]:
-    return [room.relative_to(PACKAGE) for room in rooms_in(PACKAGE)]
+    return [package.relative_to(PACKAGE) for package in packages_in(PACKAGE)]
 
 
 def named_paths() -> list[str]:
@@ -28,9 +28,11 @@ def named_paths() -> list[str]:
 
 
 def test_every_named_path_exists() -> None:
-    rooms = [PACKAGE, ROOT, *(PACKAGE / package for package in packages())]
+    folders = [PACKAGE, ROOT, *(PACKAGE / package for package in packages())]
     for name in named_paths():
-        assert any((room / name).exists() for room in rooms), f"docs/structure.md names {name}"
+        assert any((folder / name).exists() for folder in folders), (
+            f"docs/structure.md names {name}"
+        )
 
 
 def test_every_package_is_named() -> None:
@@ -41,16 +43,16 @@ def test_every_package_is_named() -> None:
             assert spelled & names, f"docs/structure.md does not name {package}"
 
 
-def test_the_map_is_one_page() -> None:
+def test_the_map_is_short() -> None:
     assert len(MAP.split()) <= MAX_WORDS
 
 
-def test_rooms_are_small() -> None:
-    for room in [*rooms_in(PACKAGE), *rooms_in(BENCHMARKS), *rooms_in(TESTS)]:
-        files = [path for path in room.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= MAX_FILES_PER_ROOM, f"{room} has {len(files)} files"
+def test_packages_are_small() -> None:
+    for package in [*packages_in(PACKAGE), *packages_in(BENCHMARKS), *packages_in(TESTS)]:
+        files = [path for path in package.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MAX_FILES_PER_PACKAGE, f"{package} has {len(files)} files"
 
 
-def test_every_room_of_benchmarks_is_listed() -> None:
+def test_every_package_of_benchmarks_is_listed() -> None:
     listed = re.findall(r"^    (\w+)  ", benchmarks.__doc__ or "", re.MULTILINE)
-    assert listed == [room.name for room in rooms_in(BENCHMARKS) if room != BENCHMARKS]
+    assert listed == [package.name for package in packages_in(BENCHMARKS) if package != BENCHMARKS]

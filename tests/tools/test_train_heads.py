@@ -1,4 +1,4 @@
-"""The job that trains the shipped heads: prompts, answers, both heads, measurement; resumed."""
+"""The job that trains the shipped drafters: prompts, answers, training, measurement, resuming."""
 
 import json
 import re
@@ -60,7 +60,7 @@ RECIPE = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tiny_folder(tmp_path_factory.mktemp("heads"))
     (root / "bench").mkdir()
     for name in heads_data.SETS:
@@ -70,37 +70,44 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job on a tiny pair."""
+def tiny(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the default pair by a tiny pair."""
     shapes: dict[Method, dict] = {
-        method: {"k": 4, "layers": checkpoint.read(place / method).config.num_layers}
+        method: {"k": 4, "layers": checkpoint.read(workspace / method).config.num_layers}
         for method in ("p-eagle", "eagle3")
     }
     monkeypatch.setattr(heads_data, "VALIDATION", 4)
     monkeypatch.setattr(train_heads, "Size", lambda: TINY)
-    settings = RECIPE | {"target": str(place / "target")}
-    recipe = Recipe(settings, shapes, {}, place)
+    settings = RECIPE | {"target": str(workspace / "target")}
+    recipe = Recipe(settings, shapes, {}, workspace)
     monkeypatch.setitem(RECIPES, DEFAULT_PAIR, recipe)
     monkeypatch.setattr(train_heads, "SNAPSHOT_SECONDS", 0.0)
 
 
-def prepared_run(place: Path, name: str) -> list[str]:
-    """The words of `run` for prompts in the folder of that name, which `prepare` has written."""
-    prompts = place / name
-    assert train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)]) == 0
-    return ["run", "--prompts", str(prompts), "--bench", str(place / "bench")]
+def prepared_run(workspace: Path, name: str) -> list[str]:
+    """Prepare prompts in a folder of this name; return the arguments of `run`."""
+    prompts = workspace / name
+    assert train_heads.main(["prepare", str(workspace / "all.jsonl"), "--out", str(prompts)]) == 0
+    return ["run", "--prompts", str(prompts), "--bench", str(workspace / "bench")]
 
 
 @pytest.mark.slow
-def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
-    prompts, out = place / "prompts", tmp_path / "out"
-    assert train_heads.main(["prepare", str(place / "all.jsonl"), "--out", str(prompts)]) == 0
+def test_a_job_in_two_runs(workspace: Path, tiny: None, tmp_path: Path) -> None:
+    prompts, out = workspace / "prompts", tmp_path / "out"
+    assert train_heads.main(["prepare", str(workspace / "all.jsonl"), "--out", str(prompts)]) == 0
     held_out = {p.turns[0] for p in read_prompts(prompts / VALIDATION_FILE)}
     training = {p.turns[0] for p in read_prompts(prompts / heads_data.PROMPTS_FILE)}
     assert len(held_out) == 4 and len(training) == 66 and not held_out & training
 
     def run(stages: str, *more: str) -> int:
-        folders = ["--prompts", str(prompts), "--bench", str(place / "bench"), "--out", str(out)]
+        folders = [
+            "--prompts",
+            str(prompts),
+            "--bench",
+            str(workspace / "bench"),
+            "--out",
+            str(out),
+        ]
         return train_heads.main(["run", *folders, "--stages", stages, "--answers", "9,0,9", *more])
 
     assert run("answers,p-eagle", "--set", "lr=0.001") == 0
@@ -125,10 +132,10 @@ def test_a_job_in_two_runs(place: Path, tiny: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> None:
-    """What is left of a job that was cut off in the second half of its training."""
+def test_a_snapshot_can_be_served(workspace: Path, tiny: None, tmp_path: Path) -> None:
+    """Recover a drafter from a job that was interrupted in the second half of its training."""
     out = tmp_path / "out"
-    words = [*prepared_run(place, "prompts-2"), "--out", str(out)]
+    words = [*prepared_run(workspace, "prompts-2"), "--out", str(out)]
     words += ["--stages", "answers,p-eagle", "--answers", "9,0,9"]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train_heads, "write_record", interrupt)
@@ -139,13 +146,13 @@ def test_a_snapshot_can_be_served(place: Path, tiny: None, tmp_path: Path) -> No
 
 
 def test_another_seed_gives_other_answers(
-    place: Path,
+    workspace: Path,
     tiny: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In another folder; one with answers is refused."""
+    """Another seed needs another folder: one with answers is refused."""
     seeds: dict[str, int] = {}
 
     def regenerated(target, prompts, out: Path, settings, stop_after: float) -> Counts:
@@ -158,7 +165,7 @@ def test_another_seed_gives_other_answers(
 
     monkeypatch.setattr(heads_data, "regenerate", regenerated)
     monkeypatch.setattr(heads_data, "invent", invented)
-    words = prepared_run(place, "prompts-8")
+    words = prepared_run(workspace, "prompts-8")
     words += ["--stages", "answers", "--answers", "9,9,9", "--out"]
     for out, more, first in (("a", [], 11), ("b", ["--seed", "30"], 30)):
         assert train_heads.main([*words, str(tmp_path / out), *more]) == 0
@@ -175,11 +182,11 @@ def interrupt(*_: object) -> None:
 
 @pytest.mark.slow
 def test_rungs_in_two_runs(
-    place: Path, tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Path, tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same documents and minutes; a rung with a record is not trained again."""
+    """All rungs have the same documents and minutes; a rung with a record is not trained again."""
     out = tmp_path / "out"
-    words = [*prepared_run(place, "prompts-3"), "--out", str(out)]
+    words = [*prepared_run(workspace, "prompts-3"), "--out", str(out)]
     words += ["--stages", "answers,rungs", "--answers", "9,0,9", "--rung-seconds", "0.5"]
     assert train_heads.main([*words, "--rungs", "base,on-policy"]) == 0
     first = json.loads((out / "files" / "rungs.json").read_text())
@@ -195,15 +202,15 @@ def test_rungs_in_two_runs(
     assert checkpoint.read(out / "rungs" / "tree" / "stored").config.trained
 
 
-def train_rungs(place: Path, prompts: str, out: Path, rungs: str) -> int:
-    words = [*prepared_run(place, prompts), "--out", str(out)]
+def train_rungs(workspace: Path, prompts: str, out: Path, rungs: str) -> int:
+    words = [*prepared_run(workspace, prompts), "--out", str(out)]
     words += ["--stages", "answers,rungs", "--answers", "9,0,0", "--rung-seconds", "0.2"]
     return train_heads.main([*words, "--rungs", rungs])
 
 
 @pytest.mark.slow
 def test_a_rung_that_fails(
-    place: Path,
+    workspace: Path,
     tiny: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -212,7 +219,7 @@ def test_a_rung_that_fails(
     """A loss that is not finite is one line; the other rungs are trained and in the table."""
     out = tmp_path / "out"
     monkeypatch.setitem(RUNGS, "on-policy", {"lr": 1e30})
-    assert train_rungs(place, "prompts-5", out, "base,on-policy,tree") == 0
+    assert train_rungs(workspace, "prompts-5", out, "base,on-policy,tree") == 0
     assert list(json.loads((out / "files" / "rungs.json").read_text())) == ["base", "tree"]
     lines = capsys.readouterr().out.splitlines()
     [failed] = [line for line in lines if "failed" in line]
@@ -221,14 +228,14 @@ def test_a_rung_that_fails(
 
 
 def test_the_table_after_an_error(
-    place: Path,
+    workspace: Path,
     tiny: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    measured: list[tuple[float, ...]] = []  # calibration of the drafters that are measured
+    measured: list[tuple[float, ...]] = []  # calibration factors of the measured drafters
 
     def new_replay(drafter: Drafter, features: FeatureSource) -> DraftReplay:
         measured.append(drafter.config.calibration)
@@ -237,7 +244,7 @@ def test_the_table_after_an_error(
     monkeypatch.setattr(heads_rungs, "new_replay", new_replay)
     monkeypatch.setattr(calibration, "MIN_ROWS_PER_DEPTH", 5)
     monkeypatch.setitem(RUNGS, "on-policy", {"on_policy": 2.0})
-    assert train_rungs(place, "prompts-6", out, "base,on-policy") == 2
+    assert train_rungs(workspace, "prompts-6", out, "base,on-policy") == 2
     records = json.loads((out / "files" / "rungs.json").read_text())
     assert list(records) == ["base"]
     factors = records["base"]["calibration"]
@@ -247,8 +254,8 @@ def test_the_table_after_an_error(
     assert "on_policy is 2.0" in captured.err
 
 
-def test_rungs_without_time(place: Path, tiny: None, tmp_path: Path, capsys) -> None:
-    words = prepared_run(place, "prompts-4")
+def test_no_rung_starts_without_time(workspace: Path, tiny: None, tmp_path: Path, capsys) -> None:
+    words = prepared_run(workspace, "prompts-4")
     words += ["--out", str(tmp_path), "--stages", "answers,rungs", "--answers", "9,0,9"]
     assert train_heads.main([*words, "--seconds", "1"]) == 0
     assert "base: no time left; run again" in capsys.readouterr().out
@@ -256,10 +263,12 @@ def test_rungs_without_time(place: Path, tiny: None, tmp_path: Path, capsys) -> 
 
 
 @pytest.mark.slow
-def test_rungs_of_equal_steps_and_another_method(place: Path, tiny: None, tmp_path: Path) -> None:
-    """Two commands share a folder; EAGLE-3 alone, and other windows in long contexts."""
+def test_rungs_of_equal_steps_and_another_method(
+    workspace: Path, tiny: None, tmp_path: Path
+) -> None:
+    """Two commands share a folder; covers EAGLE-3 alone and other windows in long contexts."""
     out = tmp_path / "out"
-    words = [*prepared_run(place, "prompts-7"), "--out", str(out)]
+    words = [*prepared_run(workspace, "prompts-7"), "--out", str(out)]
     words += ["--answers", "9,0,9"]
     assert train_heads.main([*words, "--stages", "bench,answers"]) == 0
     assert not (out / "rungs").exists() and not (out / "eagle3").exists()
@@ -276,14 +285,14 @@ def test_rungs_of_equal_steps_and_another_method(place: Path, tiny: None, tmp_pa
     assert set(measured["new eagle3, window 0"]) == {"context-40", "context-60"}
 
 
-def test_eagle3_without_p_eagle(place: Path, tiny: None, tmp_path: Path, capsys) -> None:
+def test_eagle3_without_p_eagle(workspace: Path, tiny: None, tmp_path: Path, capsys) -> None:
     words = ["run", "--prompts", "p", "--bench", "b", "--out", str(tmp_path)]
     assert train_heads.main([*words, "--stages", "eagle3"]) == 2
     assert "give --eagle3 seconds" in capsys.readouterr().err
 
 
 def test_table_of_two_methods() -> None:
-    """Changes are against the first rung of the method; EAGLE-3 has no trees."""
+    """Changes are relative to the first rung of the method; EAGLE-3 has no trees."""
     counts = {"validation": [[10, 20], [10, 20]], "gsm8k": [[10, 10]]}
     better = {"validation": [[10, 25], [10, 20]], "gsm8k": [[10, 10]]}
     record = {"steps": 2, "seconds": 1.0, "settings": {}, "chain": counts, "tree": counts}
@@ -306,7 +315,7 @@ def test_table_of_long_contexts() -> None:
 
 
 def test_counts_of_answers() -> None:
-    """Steps in the order of the documents; the first token of an answer is not replayed."""
+    """Steps are in the order of the documents; the first token of an answer is not replayed."""
     masks = ([0, 1, 1, 1, 1], [0, 0, 1], [1, 1, 0, 1, 1, 0, 1, 1, 1])
     documents = join_documents(
         [Document(np.arange(len(m)), np.array(m, bool), f"{i}") for i, m in enumerate(masks)]
@@ -335,14 +344,14 @@ def test_recipes_give_the_shipped_shapes(pair: str, method: Method) -> None:
 
 @pytest.mark.parametrize(("pair", "method"), SHIPPED_HEADS)
 def test_sizes_of_recipes(pair: str, method: Method) -> None:
-    """The computed size is that of the shipped head, whose draft vocabulary costs one bitmap."""
+    """The computed size is that of the shipped drafter; its draft vocabulary is one bitmap."""
     config = RECIPES[pair].config(method)
     shipped = RECIPES[pair].shipped / method / "model.safetensors"
     assert abs(stored_bytes(config, INT4) - shipped.stat().st_size) < 1024
 
 
 @pytest.mark.slow
-def test_all_heads_fit() -> None:
+def test_all_drafters_fit_into_the_package() -> None:
     sizes = [stored_bytes(r.config(m), INT4) for r in RECIPES.values() for m in r.methods]
     assert len(sizes) == 4 and sum(sizes) < 28e6
 
@@ -351,13 +360,15 @@ def test_all_heads_fit() -> None:
     ("option", "words"),
     [(("--pair", "gpt-5"), "no recipe for gpt-5"), (("--rungs", "moon"), "unknown rung moon")],
 )
-def test_bad_options(option: tuple[str, str], words: str, tmp_path: Path, capsys) -> None:
+def test_unknown_options_are_refused(
+    option: tuple[str, str], words: str, tmp_path: Path, capsys
+) -> None:
     folders = ["--prompts", "p", "--bench", "b", "--out", str(tmp_path)]
     assert train_heads.main(["run", *folders, *option]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_bad_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_stages_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", "--prompts", "p", "--bench", "b", "--out", str(tmp_path), "--stages", "sleep"]
     assert train_heads.main(words) == 2
     assert "unknown stage sleep" in capsys.readouterr().err
