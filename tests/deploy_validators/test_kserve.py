@@ -1,4 +1,4 @@
-"""The InferenceService, checked with KServe's own models, down to those of Kubernetes."""
+"""The InferenceService is valid for the models of KServe and Kubernetes."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""The Ray Serve file, checked with Ray's own models: the deploy schema and the LLMConfig."""
+"""The Ray Serve file is valid for the models of Ray: the deploy schema and LLMConfig."""
 
 from typing import Any
 

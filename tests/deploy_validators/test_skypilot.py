@@ -1,4 +1,4 @@
-"""The SkyServe file, by SkyPilot's own JSON schemas and its service spec."""
+"""The SkyServe file is valid for the JSON schemas and the service spec of SkyPilot."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Collect the score of every case, and print the table when all have run."""
+"""Collect the score of every case, and print a table at the end."""
 
 import pytest
 from parity_replay import Score
@@ -33,13 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def scores(request: pytest.FixtureRequest) -> dict[str, Score]:
-    """Scores by the name of the case, in the order of the run."""
+    """Scores by case name, in the order of execution."""
     return request.config.stash[SCORES]
 
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> list[str]:
-    """Lines that are printed when all have run."""
+    """Lines that are printed at the end."""
     return request.config.stash[FIGURES]
 
 

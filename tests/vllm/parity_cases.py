@@ -7,7 +7,7 @@ from peagle.core import Method
 from peagle.export.export import ExportFormat
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
-VOCAB = 16  # so small that a random draft is right now and then
+VOCAB = 16  # small enough that random drafts are accepted sometimes
 MASK_ID = 15
 
 
@@ -26,18 +26,18 @@ class Case:
     own_tables: bool = False  # the drafter has its own embeddings and lm_head
     prompts: tuple[int, ...] = (5, 17, 2, 40)  # one length per prompt
     max_tokens: tuple[int, ...] = (30, 20, 40, 24)
-    shared_prefix: int = 0  # the longer prompts start with the same tokens, this many
+    shared_prefix: int = 0  # number of equal tokens at the start of the longer prompts
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-# Five requests for three slots: prompts are read while others decode, and batch rows change owner.
+# Five requests for three slots: prefill overlaps with decoding, and batch rows are reassigned.
 QUEUE: dict[str, Any] = {
     "prompts": (9, 3, 30, 21, 14),
     "max_tokens": (16, 37, 20, 25, 30),
     "engine": {"max_num_seqs": 3},
 }
 
-# Two blocks of the drafter's context come from an earlier request.
+# Two KV blocks of the drafter come from an earlier request.
 PREFIX: dict[str, Any] = {
     "prompts": (90, 75, 13, 110),
     "max_tokens": (24, 24, 40, 24),
@@ -74,7 +74,7 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [2.0 + i / 2 for i in range(16)],
     "original_max_position_embeddings": 32,  # within the prompts and answers
 }
-FIVE_TAPS = (0, 2, 4, 5, 7)  # 0: the embeddings themselves
+FIVE_TAPS = (0, 2, 4, 5, 7)  # 0 stands for the embeddings
 
 CASES = [
     Case("p-eagle native, pruned", "p-eagle", 3, num_layers=4, draft_vocab=11),

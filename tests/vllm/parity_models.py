@@ -1,4 +1,4 @@
-"""Tiny random targets and drafters whose every part matters to the drafts."""
+"""Tiny random targets and drafters in which every part affects the drafts."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
-    # Not the default: a lost value changes the drafts. The same holds for eps.
+    # Not the default, so that a lost value changes the drafts. The same applies to eps.
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     "rms_norm_eps": 0.01,
     "initializer_range": 0.15,  # With the usual 0.02, answers repeat one token.
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_target(case: Case, folder: Path, seed: int = 0) -> Target:
-    """A target saved in fp32 and read back as usual. Its norms and biases are random too."""
+    """A target with random norms and biases, saved in fp32 and loaded as usual."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(case.architecture, **(SIZES | case.sizes))
@@ -74,8 +74,8 @@ def tiny_drafter(case: Case, target: Target, seed: int = 1) -> Drafter:
 def randomize(drafter: Drafter, generator: torch.Generator) -> None:
     """Give the drafter weights so large that context, positions and masks decide the drafts.
 
-    An untrained drafter predicts nearly the same at every mask row, so two such drafters agree for
-    any rows.
+    An untrained drafter predicts nearly the same tokens at every mask row, so that wrong rows would
+    not be detected.
     """
 
     def normal(like: Tensor, std: float) -> Tensor:

@@ -21,16 +21,20 @@ class Score:
     k: int
     requests: int
     proposals: int = 0  # all proposals of vLLM, also the last of a request, which is not verified
-    equal: int = 0  # the reference proposes the same K drafts
-    embedded: int = 0  # it does so if it embeds at chunk ends what vLLM embeds: see vllm_ids
-    late: int = 0  # it does so with the hidden states one position late: a control, must be few
-    looped: int = 0  # the step loop proposes the same; it proposes nothing after the last pass
+    equal: int = 0  # proposals for which the reference gives the same K drafts
+    embedded: int = 0  # the same, if it embeds the same ids at chunk ends as vLLM: see vllm_ids
+    late: int = 0  # control: the same with hidden states one position late, which must be rare
+    looped: int = (
+        0  # proposals for which the step loop gives the same drafts, without the last pass
+    )
     loop_total: int = 0
     draft_tokens: int = 0
     accepted: int = 0
-    passes_equal: bool = True  # the step loop has the same tokens, drafted and accepted, per pass
-    output_equal: bool = True  # plain greedy decoding gives the same tokens
-    counters_equal: bool = True  # vLLM's own counters are equal to ours
+    passes_equal: bool = (
+        True  # whether the step loop has the same tokens, drafts and accepted drafts in each pass
+    )
+    output_equal: bool = True  # whether plain greedy decoding gives the same tokens
+    counters_equal: bool = True  # whether the counters of vLLM equal ours
 
 
 def compare(target: Target, drafter: Drafter, k: int, report: Report) -> Score:
@@ -67,7 +71,7 @@ def replay(target: Target, drafter: Drafter, request: Request, score: Score) -> 
 
 
 def vllm_ids(ids: Tensor, request: Request) -> Tensor:
-    """The ids whose embeddings vLLM 0.32.0 gives its drafter.
+    """The ids that vLLM 0.32.0 embeds for its drafter.
 
     The row at the end of a chunk of a prompt should embed the token that follows, x_{j+1}. vLLM
     embeds the prompt's last token there (it takes the newest known token for the next one), and
@@ -79,7 +83,7 @@ def vllm_ids(ids: Tensor, request: Request) -> Tensor:
 
 
 class Recorded:
-    """A proposer that remembers its drafts."""
+    """A proposer that records its drafts."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
@@ -101,7 +105,7 @@ def step_loop(target: Target, drafter: Drafter, request: Request, score: Score) 
 
 
 def steps_of(request: Request, k: int) -> list[Step]:
-    """vLLM's passes as the step loop reports them.
+    """vLLM's passes in the form of steps of the step loop.
 
     Tokens are cut at max_tokens; the counts are those of the whole pass.
     """

@@ -13,7 +13,7 @@ from peagle.export.export import ExportFormat, export
 from peagle.target import Target
 
 WORKER = Path(__file__).parent / "worker.py"
-TIMEOUT_SECONDS = 600  # A tiny case takes 12 to 50; the first takes longest.
+TIMEOUT_SECONDS = 600  # A tiny case takes 12 to 50 s; the first one takes the longest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Pass:
     """One target pass of a request."""
 
     tokens: list[int]  # the accepted drafts and one token of the target
-    drafts: list[int]  # the drafts proposed after it
+    drafts: list[int]  # the drafts proposed after the pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Report:
     requests: list[Request]
-    counters: dict[str, Any] = field(default_factory=dict)  # vLLM's own
+    counters: dict[str, Any] = field(default_factory=dict)  # metrics of vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def run_vllm(work: Work, folder: Path) -> Report:
 
 
 def engine_arguments(work: Work, drafter: Path) -> dict[str, Any]:
-    """A speculators folder is the only argument: it names the target, the method and K."""
+    """A speculators folder is the only model argument: it specifies target, method and K."""
     if work.to == "speculators":
         return {"model": str(drafter)}
     speculative = {

@@ -1,4 +1,4 @@
-"""Controls of the parity tests: each fault of a tiny drafter must change its drafts."""
+"""Controls of the parity tests: each fault in a tiny drafter must change its drafts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +73,7 @@ FAULTS: dict[str, Callable[[Drafter], None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
+def test_a_fault_changes_the_drafts(fault: str, tmp_path: Path) -> None:
     case = CASES[0]
     target = tiny_target(case, tmp_path / "target")
     right = tiny_drafter(case, target)
@@ -88,5 +88,5 @@ def test_a_fault_shows(fault: str, tmp_path: Path) -> None:
         expected = reference.propose(right, g, ids, case.k)
         same += int((reference.propose(wrong, g, ids, case.k) == expected).all())
         total += 1
-    # A parity case compares about a hundred proposals: a fault in a quarter of them cannot pass.
+    # A parity case compares about a hundred proposals, so a fault in a quarter of them is detected.
     assert same < total * 3 / 4

@@ -1,4 +1,4 @@
-"""The files of `peagle deploy`, read by vLLM's own parser: its options and its config file."""
+"""The options and the config file of `peagle deploy` are parsed by vLLM."""
 
 import os
 import socket
@@ -46,7 +46,7 @@ def parsed(words: list[str]) -> AsyncEngineArgs:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ray"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_command(kind: str, pair: str) -> None:
+def test_the_command_is_valid(kind: str, pair: str) -> None:
     choices = {"gpus": 2, "gpu": "H100"}
     arguments = parsed(vllm_arguments(kind, rendered(kind, pair, **choices)))
     deployment = planned(kind, pair, **choices)
@@ -58,7 +58,7 @@ def test_the_command(kind: str, pair: str) -> None:
     assert arguments.served_model_name in (pair, [pair])
 
 
-def test_the_config_file(tmp_path: Path) -> None:
+def test_the_config_file_is_valid(tmp_path: Path) -> None:
     files = rendered("vllm")
     (tmp_path / "config.yaml").write_text(files["config.yaml"])
     parser = make_arg_parser(FlexibleArgumentParser())
@@ -69,7 +69,7 @@ def test_the_config_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_rays_keywords_are_the_engines(pair: str) -> None:
+def test_engine_keywords_for_ray_are_valid(pair: str) -> None:
     config: dict[str, Any] = documents(rendered("ray", pair))["serve.yaml"]["applications"][0][
         "args"
     ]["llm_configs"][0]
@@ -81,7 +81,7 @@ def test_the_parser_is_strict() -> None:
         parsed(["a/b", "--speculative-confg={}"])
 
 
-def test_probes_ask_for_paths_that_there_are() -> None:
+def test_probes_use_existing_paths() -> None:
     from vllm.entrypoints.serve.instrumentator.health import router
 
     assert "/health" in {route.path for route in router.routes}
@@ -89,7 +89,7 @@ def test_probes_ask_for_paths_that_there_are() -> None:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """serve.sh as it was written, with the real pair; `vllm` is what this environment can start."""
+    """Start the generated serve.sh with the real pair and the `vllm` of this environment."""
     if not (REAL_TARGET and REAL_DRAFTER):
         pytest.skip("PEAGLE_REAL_TARGET and PEAGLE_REAL_DRAFTER name no pair")
     out = tmp_path_factory.mktemp("deployed")

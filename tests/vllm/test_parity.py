@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Not "vllm": if vLLM is not installed, this folder has the same name, as a namespace package.
+# Not "vllm": without vLLM, this folder would be imported as a namespace package of that name.
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: run `make test-vllm`")
 
 import torch
@@ -31,28 +31,28 @@ def case_id(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_vllm_does_what_peagle_does(case: Case, tmp_path: Path, scores: Scores) -> None:
+def test_vllm_equals_peagle(case: Case, tmp_path: Path, scores: Scores) -> None:
     report, score = served(case, tmp_path)
     scores[case.name] = score
     check(score)
     assert 0 < score.accepted < score.draft_tokens, "the case needs accepted and rejected drafts"
     if case.shared_prefix:
-        assert report.counters["prefix_cache_hits"] > 0, "nothing came from the prefix cache"
+        assert report.counters["prefix_cache_hits"] > 0, "the prefix cache was not used"
 
 
 @pytest.mark.parametrize("case", IN_PIECES, ids=case_id)
-def test_vllm_embeds_the_last_prompt_token_where_a_prompt_is_cut(
+def test_vllm_embeds_the_last_prompt_token_at_chunk_ends(
     case: Case, tmp_path: Path, scores: Scores
 ) -> None:
-    """A bug of vLLM 0.32.0 is the only difference.
+    """The only difference is a bug of vLLM 0.32.0.
 
-    When vLLM has fixed it, this test fails: move its cases to CASES then.
+    This test fails when vLLM has fixed the bug: then move its cases to CASES.
     """
     report, score = served(case, tmp_path)
     scores[case.name] = score
     assert any(request.chunk_ends for request in report.requests), "no prompt was cut"
     assert score.embedded == score.proposals > score.equal
-    assert score.output_equal and score.counters_equal, "drafts may differ, the answer may not"
+    assert score.output_equal and score.counters_equal, "the answer differs"
 
 
 @pytest.mark.skipif(not REAL_TARGET, reason="PEAGLE_REAL_TARGET names no target folder")
@@ -70,7 +70,7 @@ def test_a_real_target(tmp_path: Path, scores: Scores) -> None:
     )
     check(score)
     assert score.accepted < score.draft_tokens
-    assert score.accepted > 0 or not REAL_DRAFTER, "a trained drafter of which nothing is accepted"
+    assert score.accepted > 0 or not REAL_DRAFTER, "no draft of the trained drafter is accepted"
 
 
 def served(case: Case, folder: Path) -> tuple[Report, Score]:

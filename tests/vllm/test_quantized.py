@@ -1,4 +1,4 @@
-"""Quantized targets, read by the compressed-tensors package and by vLLM, with a tiny target."""
+"""Quantized tiny targets, loaded by the compressed-tensors package and by vLLM."""
 
 import json
 import os
@@ -27,7 +27,7 @@ TOKENS = 8
 # The largest mean gap of each format (see `mean_gap`). int8 also rounds the inputs of every
 # product, with fewer bits where the CPU has no AVX-512: 0.01 was measured with it, 0.22 without.
 MAX_GAPS = {"bf16": 0.05, "int8": 0.5, "int4": 0.05}
-# Starts a script as on a CPU that has AVX2 only: vLLM loads the library that it has for those.
+# Start a script as if the CPU had only AVX2: vLLM then loads its library for such CPUs.
 AVX2_ONLY = (
     "-c",
     "import runpy, sys, torch\n"
@@ -78,7 +78,7 @@ def test_the_package_reads_the_same_weights(name: str, work: Path) -> None:
 def run_vllm(
     name: str, work: Path, out: Path, launcher: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Let vLLM answer the prompts in a process of its own, started by `launcher`."""
+    """Run vLLM on the prompts in a separate process, started by `launcher`."""
     command = [sys.executable, *launcher, str(SCRIPT), str(work), str(out), "--one", name, "none"]
     command += ["--tokens", str(TOKENS), "--eager"]
     environment = os.environ | (AVX2_ENVIRONMENT if launcher else {})
@@ -88,21 +88,21 @@ def run_vllm(
 
 
 def missing_kernel(stderr: str) -> str | None:
-    """The line with which vLLM says that its library has no such kernel, or None.
+    """The line of vLLM's error for a missing kernel, or None.
 
-    Its library for CPUs without AVX-512 has no product with int4 weights, and vLLM notices that in
-    the first pass.
+    Its library for CPUs without AVX-512 has no kernel for int4 weights, which is an error in the
+    first pass.
     """
     match = re.search(r"AttributeError: .* has no attribute '(cpu_gemm_wna16)'", stderr)
     return match[0] if match else None
 
 
 def mean_gap(target: Target, answers: list[list[int]]) -> float:
-    """How far vLLM's tokens are from the best ones, in standard deviations of a row of logits.
+    """Mean distance of vLLM's tokens from the best ones, in standard deviations of a row of logits.
 
-    0: each token is the most likely one for our own reading of the weights, given those before it.
-    2.5: tokens are chosen at random. vLLM rounds inputs too, and how depends on the CPU, so that
-    near ties have other results; whether answers are equal says little about it.
+    0: each token is the most likely one according to our implementation, given the previous ones.
+    2.5: tokens are chosen at random. vLLM also rounds inputs, in a way that depends on the CPU, so
+    that near ties differ; therefore answers are not compared for equality.
     """
     gaps = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -118,9 +118,9 @@ def mean_gap(target: Target, answers: list[list[int]]) -> float:
     [("bf16", "this"), ("int8", "this"), ("int4", "this"), ("int8", "avx2"), ("int4", "avx2")],
 )
 def test_vllm_answers(name: str, cpu: str, work: Path, tmp_path: Path, figures: list[str]) -> None:
-    """Its tokens are those of our own reading or close to them, on a CPU with AVX2 only as well."""
+    """vLLM's tokens are the best ones or near ties, also on a CPU with AVX2 only."""
     if cpu == "avx2" and platform.machine() != "x86_64":
-        pytest.skip("AVX2 is for x86")
+        pytest.skip("AVX2 needs x86_64")
     done = run_vllm(name, work, tmp_path / "out.json", AVX2_ONLY if cpu == "avx2" else ())
     has_avx512 = cpu == "this" and torch.cpu._is_avx512_supported()
     if not has_avx512 and (reason := missing_kernel(done.stderr)):
@@ -133,7 +133,7 @@ def test_vllm_answers(name: str, cpu: str, work: Path, tmp_path: Path, figures: 
     others = mean_gap(target, answers[1:] + answers[:1])
     figures.append(f"quantized, {name}, {cpu} CPU: gap {gap:.3f}, of other answers {others:.3f}")
     assert gap <= MAX_GAPS[name]
-    assert others > 2 * max(MAX_GAPS.values()), "the answers of other prompts are told apart"
+    assert others > 2 * max(MAX_GAPS.values()), "the gap does not detect answers to other prompts"
 
 
 def test_a_missing_kernel_is_recognized() -> None:

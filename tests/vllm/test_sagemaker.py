@@ -1,4 +1,4 @@
-"""The whole path of `peagle deploy sagemaker` on this machine.
+"""An end-to-end test of `peagle deploy sagemaker` on the local machine.
 
 The drafter of the default pair is exported, and vLLM starts with exactly the environment that the
 dry run prints, by the container's documented mapping, with local folders. Requests are those of
@@ -68,8 +68,8 @@ def environment() -> dict[str, str]:
 def arguments(variables: dict[str, str]) -> list[str]:
     """The container's mapping of variables to options.
 
-    SM_VLLM_X_Y becomes --x-y. With the value true or an empty value the option stands alone, with
-    false it is left out, and an array is given word by word.
+    SM_VLLM_X_Y becomes --x-y. With the value true or an empty value the option has no value, with
+    false it is left out, and each element of an array is a separate word.
     """
     words: list[str] = []
     for name, value in variables.items():
@@ -127,9 +127,7 @@ def counters(url: str) -> list[float]:
     ]
 
 
-def test_what_is_deployed_answers_as_the_native_engine_does(
-    tmp_path: Path, figures: list[str]
-) -> None:
+def test_the_deployed_model_equals_the_native_engine(tmp_path: Path, figures: list[str]) -> None:
     try:
         tasks = read_sets(["humaneval"], None, TASKS)["humaneval"]
     except UserError as error:

@@ -58,7 +58,7 @@ def status(url: str) -> dict[str, Any]:
     return record
 
 
-def test_the_native_engines_answers(live: tuple[Any, str, Path]) -> None:
+def test_answers_equal_the_native_engine(live: tuple[Any, str, Path]) -> None:
     _, url, _ = live
     native = peagle.load("smollm2-135m", dtype="float32", device="cpu")
     for prompt in PROMPTS:
@@ -79,7 +79,7 @@ def test_the_native_engines_answers(live: tuple[Any, str, Path]) -> None:
     print(f"\nacceptance length {length} at K={K}, {engine['generated_tokens']} tokens")
 
 
-def test_what_vllm_refuses_and_what_we_refuse(live: tuple[Any, str, Path]) -> None:
+def test_errors_of_vllm_and_of_the_gateway(live: tuple[Any, str, Path]) -> None:
     _, url, _ = live
     refused = ask(url, "x", temperature=-1)
     assert refused.status_code == 400 and set(refused.json()["error"]) >= {
@@ -96,7 +96,7 @@ def test_what_vllm_refuses_and_what_we_refuse(live: tuple[Any, str, Path]) -> No
     assert httpx.post(f"{url}/detokenize", json={"tokens": ids}).json()["prompt"] == "hello world"
 
 
-def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
+def test_vllm_is_restarted_after_sigkill_of_its_engine_core(live: tuple[Any, str, Path]) -> None:
     _, url, _ = live
     before = ask(url, PROMPTS[0]).json()["choices"][0]["message"]["content"]
     responses: dict[bool, httpx.Response] = {}  # True: the stream
@@ -123,13 +123,13 @@ def test_kill_nine_of_the_engine_core(live: tuple[Any, str, Path]) -> None:
     wait_for(lambda: is_healthy(url), 300)
     recovered = time.monotonic() - killed
     print(f"\nclients got errors within {failed:.1f} s; answers again after {recovered:.0f} s")
-    assert not any(map(is_alive, family)), "vLLM's processes were left behind"
+    assert not any(map(is_alive, family)), "processes of vLLM remain"
     assert ask(url, PROMPTS[0]).json()["choices"][0]["message"]["content"] == before
     assert status(url)["restarts"] == 1
 
 
-def test_nothing_is_left_when_the_server_is_killed(live: tuple[Any, str, Path]) -> None:
-    """This test ends the server, so it is the last of this file."""
+def test_no_process_remains_after_the_server_is_killed(live: tuple[Any, str, Path]) -> None:
+    """This test ends the server, so it must be the last one in this file."""
     process, _, _ = live
     family = descendants(process.pid)
     assert any(b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family)

@@ -3,7 +3,7 @@
     python worker.py job.json result.json
 
 There is one engine per process, because vLLM's distributed state and its CPU thread binding belong
-to the process. Nothing of peagle is imported here: what vLLM does must not depend on it.
+to the process. Nothing of peagle is imported here, so that vLLM runs independently of it.
 """
 
 import json

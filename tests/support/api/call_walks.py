@@ -1,4 +1,4 @@
-"""Random answers that follow a grammar of tool calls, and whether a text follows one."""
+"""Random answers that follow a grammar of tool calls, and a check whether a text follows it."""
 
 import random
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ EOS = "<eos>"
 HARMONY = tuple(harmony.HarmonyFormat.markers[:5])
 MISTRAL = (mistral.START, mistral.ARGS)
 TAGS = ("<tool_call>", "</tool_call>")
-# Tokens of several characters, so that random answers end, and cut markers anywhere.
+# Tokens of several characters: random answers end sooner, and tokens split markers.
 LONG = ('"}', "Ċ</", "parameter>Ċ", "}Ċ", "<tool", "_call>Ċ", "Ċ</parameter>Ċ", "[TOOL", "<|ch")
 MAX_TOKENS = 600
 
@@ -42,7 +42,7 @@ class WalkTokenizer:
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     def walk(self, grammar: Grammar, dice: random.Random, begin: str = "") -> str | None:
-        """A random answer that begins with this text; None: it became too long."""
+        """A random answer that begins with this text, or None if it becomes too long."""
         matcher = build_matcher(self.matcher_tokenizer, grammar)
         try_answer(matcher, self.matcher_tokenizer, (0,))
         assert matcher.consume_tokens(self.tokenizer.encode(begin, add_special_tokens=False).ids)

@@ -1,4 +1,4 @@
-"""The official clients, imported by the tests that use them: all workers collect every test.
+"""The official clients, imported on first use, because every test worker imports all tests.
 
 `clients.openai.OpenAI` is the class of that package.
 """

@@ -1,10 +1,10 @@
-"""Bodies of requests that are mostly right: here and there a value is of any other kind."""
+"""Hypothesis strategies for request bodies that are valid except for a few random values."""
 
 from typing import Any
 
 from hypothesis import strategies as st
 
-JUNK_RATE = 16  # One value in so many is junk.
+JUNK_RATE = 16  # one value of this many is junk
 JUNK: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "x", "auto", "text"]),
     lambda inner: (
@@ -16,6 +16,6 @@ JUNK: st.SearchStrategy[Any] = st.recursive(
 
 
 def mostly(*right: Any) -> st.SearchStrategy[Any]:
-    """Strategies or values that are right, and sometimes junk."""
+    """One of these strategies or values, and sometimes junk."""
     options = [value if isinstance(value, st.SearchStrategy) else st.just(value) for value in right]
     return st.integers(1, JUNK_RATE).flatmap(lambda i: JUNK if i == 1 else st.one_of(options))

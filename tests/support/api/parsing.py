@@ -69,7 +69,7 @@ def cut(text: str, positions: Iterable[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(edges)]
 
 
-# Answers that contain everything a format has; what they mean is in the tests of the format.
+# Answers with every element of a format; the tests of the format contain the expected results.
 RECORDED = {
     "hermes": (
         "Let me look.\n"

@@ -1,6 +1,6 @@
 """An agent of the openai-agents package, which calls three tools and answers.
 
-The package takes two seconds to import: tests import this module when they run.
+The import of the package takes two seconds, so tests import this module inside functions.
 """
 
 from typing import Any, Literal
@@ -25,7 +25,7 @@ class Answer(BaseModel):
 
 
 class LastTurn(RunHooks[Any]):
-    """After three calls, the agent must answer, in a form that a random target completes."""
+    """After three calls, the agent must answer in a format that a random target completes."""
 
     def __init__(self, agent: Agent[Any]) -> None:
         self.agent = agent
@@ -62,7 +62,7 @@ async def run_agent(url: str, streams: bool) -> None:
         model=OpenAIResponsesModel("tiny", client),
         model_settings=settings,
         tools=[clock, weather],
-        reset_tool_choice=False,  # Else only the first call is required.
+        reset_tool_choice=False,  # Otherwise only the first call is required.
     )
     hooks = LastTurn(agent)
     config = RunConfig(tracing_disabled=True)

@@ -1,4 +1,4 @@
-"""A tiny pair whose tokens spell any text, and tools whose bound calls it ends soon."""
+"""A tiny pair whose tokens can form any text, and tools with short constrained calls."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from peagle.target import Target
 from tests.support.models.byte_level import CONTEXT, VOCAB_SIZE, byte_level_tokenizer
 from tests.support.models.tiny_models import make_drafter, make_target
 
-# Like the template of a target that knows tools, calls and results.
+# Like the template of a target that supports tools, calls and results.
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}tool {{ t | tojson }}\n{% endfor %}<tool_call>{% endif %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% for key, value in c.function.arguments.items() %} {{ key }}={{ value }}{% endfor %}"
     "{% endfor %}{{ '\\n' }}{% endfor %}assistant:"
 )
-# Like the template of a target that thinks, in a part that the prompt opens.
+# Like the template of a reasoning target, whose thinking part is opened by the prompt.
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
     "{% if thinks is defined and thinks == 'inside' %}<think>\n{% endif %}"

@@ -11,7 +11,7 @@ USAGE = {
 
 
 def chunk(delta: dict[str, Any], texts: list[str] | None = None, accepted: int = 0) -> Any:
-    """A chunk with a delta. `texts`: the tokens of its step, of which some were drafts."""
+    """A chunk with a delta. `texts`: the tokens of its step, some of which were drafts."""
     choice = {"index": 0, "delta": delta, "finish_reason": None}
     if texts is None:
         return {"choices": [choice]}

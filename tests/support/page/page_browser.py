@@ -1,4 +1,4 @@
-"""The page in a browser: opening it, waiting for it, and what holds for all of its views."""
+"""The page in a browser: opening, waiting, and checks that apply to all views."""
 
 import re
 import time
@@ -44,7 +44,7 @@ LOW_CONTRAST = """() => {
 
 @contextmanager
 def opened(browser: "Browser", server: Any, hash: str = "", **look: Any) -> "Iterator[Page]":
-    """Open the page. It must not log problems, and must send requests to its server only."""
+    """Open the page, and check that it logs no problems and sends requests only to its server."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **look})
     page = context.new_page()
     problems: list[str] = []

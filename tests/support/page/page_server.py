@@ -1,6 +1,6 @@
-"""A server for the page without a model: simulated answers with their steps, delays and problems.
+"""A server for the page without a model: simulated answers with steps, delays and problems.
 
-`python -m tests.support.page.page_server` serves the page for a look. The beginning of the prompt
+`python -m tests.support.page.page_server` serves the page for manual tests. The start of the prompt
 chooses a problem: `401`, `429`, `400`, `broken` (the stream breaks off), `error` (an error within
 the stream), `differ` (the lanes disagree), `slow`. `scripts` replaces the next answers.
 """
@@ -62,7 +62,7 @@ def tokens(text: str) -> Iterator[str]:
 
 
 def steps(method: str, k: int, limit: int, answer: str = ANSWER) -> Iterator[dict[str, Any]]:
-    """The trace of each pass. The first is the prefill, with one token and no draft."""
+    """The trace of each pass. The first pass is the prefill, with one token and no draft."""
     left = list(islice(tokens(answer), limit))
     random_numbers = random.Random(method)
     drafted = 0
@@ -135,7 +135,7 @@ class RouteHandler(BaseHTTPRequestHandler):
                     self.event(chunk)
             self.wfile.write(b"data: [DONE]\n\n")
         except OSError:
-            self.server.gone.set()  # the client went away
+            self.server.gone.set()  # the client disconnected
 
     def start_stream(self) -> None:
         self.send_response(200)
@@ -157,7 +157,7 @@ class RouteHandler(BaseHTTPRequestHandler):
             if self.chunks(method, trace, prompt):
                 self.ending(trace, limit)
         except OSError:
-            self.server.gone.set()  # the client went away
+            self.server.gone.set()  # the client disconnected
         finally:
             self.server.running[method] -= 1
 
@@ -253,7 +253,7 @@ class PageServer(ThreadingHTTPServer):
     ) -> None:
         super().__init__(("127.0.0.1", port), RouteHandler)
         self.methods = methods
-        self.method = "p-eagle"  # the server's own
+        self.method = "p-eagle"  # methods of the server
         self.pace = pace  # factor on the time of a step
         self.locked = False  # every request needs KEY
         self.texts = True  # chunks hold the text of each token

@@ -1,6 +1,6 @@
-"""The engine's process with steps that a test controls, by the text of a file:
+"""The engine process with steps that a test controls by the text of a file:
 
-slow SECONDS   every step takes so much longer
+slow SECONDS   every step takes this much longer
 raise          the next step fails, and empties the file
 lose           the same, as the device is lost
 die            every process kills itself before it loads anything
@@ -19,7 +19,8 @@ ERRORS = {"raise": "a step failed", "lose": "CUDA error: unspecified launch fail
 def control_steps(file: Path) -> None:
     from peagle.server.engines.engine_factory import import_models
 
-    import_models("cpu")  # As an engine process does, without what it does not need.
+    # Import models like an engine process, without the modules that it does not need.
+    import_models("cpu")
     from peagle.engine.loop import EngineLoop
 
     run = EngineLoop.run

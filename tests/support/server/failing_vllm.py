@@ -5,9 +5,9 @@
 The beginning of a prompt chooses the failure:
 
     die      it kills itself before anything is sent
-    dead     it answers 500 and is unhealthy from then on
+    dead     it answers 500 and stays unhealthy
     stall    it answers 500 and then nothing for a second
-    cut      it ends half an answer as vLLM aborts
+    cut      it ends the answer halfway, like an abort of vLLM
     mid      it kills itself after three events
     half     it kills itself in the middle of an event
     slow     it answers slowly
@@ -18,8 +18,8 @@ Files in FOLDER:
     crash    it exits at once, with the code in the file
     sick     its health check answers 503
     odd      its list of models is malformed, as many times as the number in the file
-    log      written by it: the requests it got
-    pids     written by it: its pid and that of a child
+    log      written by the server: the requests it received
+    pids     written by the server: its pid and the pid of a child
 """
 
 import asyncio
@@ -51,7 +51,7 @@ vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf",model_name="fake"} 
 vllm:e2e_request_latency_seconds_count{engine="0",model_name="fake"} 3.0
 vllm:e2e_request_latency_seconds_sum{engine="0",model_name="fake"} 4.5
 """
-# How the streams of an endpoint end, with vLLM.
+# The last events of a stream of vLLM, by endpoint.
 LAST_EVENTS = {
     "/v1/messages": b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
     "/v1/responses": b'event: response.completed\ndata: {"type": "response.completed"}\n\n',

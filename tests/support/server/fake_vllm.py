@@ -9,22 +9,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 WORDS = 12
-DRAFTS = 4  # for each answer, of 3 tokens
+DRAFTS = 4  # drafts for each answer, of 3 tokens each
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    """What the server runs, and what it says about it."""
+    """The model of the server, and the facts that it reports."""
 
     owner: str = "vllm"
     drafter: bool = True
     accepted: int = 8  # tokens of each answer
     metrics: bool = True  # GET /metrics
-    request_metrics: bool = False  # in every answer
-    word: str = "yes"  # the answer, repeated
+    request_metrics: bool = False  # whether every answer contains metrics
+    word: str = "yes"  # repeated in the answer
     key: str | None = None
     failure: str = ""
-    counters_step: int = 1  # -1: as if every page came from another replica
+    counters_step: int = 1  # -1: counters decrease, as if every page came from another replica
 
     @property
     def spec(self) -> dict[str, int]:
@@ -48,7 +48,7 @@ class FakeVllm(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def metrics_page(self) -> str:
-        """Counters begin with the requests of others: only their difference counts."""
+        """Counters start above zero, as if other requests came before: only differences matter."""
         lines = [f'vllm:generation_tokens_total{{engine="0"}} {WORDS * len(self.asked)}.0']
         counts = {
             "drafts": DRAFTS,

@@ -2,7 +2,7 @@
 
     FAULT=FILE python -m tests.support.server.faulty_device serve PAIR ...
 
-The engine process that meets the fault removes FILE, so that the one that replaces it has a working
+The engine process that detects the fault removes FILE, so that its successor has a working
 device.
 """
 
@@ -20,7 +20,7 @@ is_lost = False
 
 
 def fail_on_demand(owner: type, name: str) -> None:
-    """Make this method raise once the fault file exists, and ever after."""
+    """Make this method raise from the time when the fault file exists."""
     method = getattr(owner, name)
     fault = Path(os.environ["FAULT"])
 

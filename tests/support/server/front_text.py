@@ -1,6 +1,6 @@
-"""The text of a target as a front handles it: python -m tests.support.server.front_text FOLDER...
+"""Text of a target in a web server process: python -m tests.support.server.front_text FOLDER...
 
-It prints what `front_text` returns for each folder, and whether torch was loaded for it.
+It prints the result of `front_text` for each folder, and whether torch was loaded.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`peagle serve` as a process of its own, with a tiny pair: what abuse tests talk to."""
+"""`peagle serve` as a process with a tiny pair, for abuse tests and others."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class LiveServer:
         """Resident memory of the process and its descendants, in MB."""
         pages = 0
         for pid in (self.process.pid, *descendants(self.process.pid)):
-            with suppress(OSError):  # It has ended meanwhile.
+            with suppress(OSError):  # the process has ended meanwhile
                 pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -49,7 +49,7 @@ class LiveServer:
         return time.perf_counter() - start
 
     def slowest_health(self, seconds: float) -> float:
-        """The longest answer of `/health` while it is asked for `seconds`."""
+        """The slowest answer of `/health` within `seconds` of polling."""
         end = time.monotonic() + seconds
         slowest = 0.0
         while time.monotonic() < end:

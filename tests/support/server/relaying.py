@@ -1,4 +1,4 @@
-"""A gateway over a fake vLLM (failing_vllm.py), behind a real socket; and whole servers."""
+"""A gateway with a fake vLLM (failing_vllm.py) on a real socket, and complete servers."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def make_gateway(
 
 @contextmanager
 def running_gateway(gateway: Gateway, ready: bool = True) -> Iterator[tuple[Server, str]]:
-    """Run a server over the gateway, with `ready` once its vLLM is ready."""
+    """Run a server with the gateway; with `ready`, wait until its vLLM is ready."""
     with on_a_thread(gateway) as (server, url):
         wait_for(lambda: server.loop is not None and (is_ready(gateway) or not ready))
         yield server, url
@@ -58,7 +58,7 @@ def is_ready(gateway: Gateway) -> bool:
 
 
 def fake_pids(folder: Path) -> list[int]:
-    """Return the pids of the fake vLLM's process and of the child that it would leave behind."""
+    """Return the pids of the fake vLLM and of its child process."""
     return [int(word) for word in (folder / "pids").read_text().split()]
 
 
@@ -83,7 +83,7 @@ def descendants(pid: int) -> list[int]:
 def running_command(
     log: Path, *args: str, seconds: float = 120.0, **environment: str
 ) -> Iterator[tuple[Any, str]]:
-    """Run `peagle serve` as a process, once it is healthy; its log goes into a file."""
+    """Run `peagle serve` as a process, wait until it is healthy, and write its log to a file."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("SM_VLLM_")
     }

@@ -11,7 +11,7 @@ from peagle.server.web_server import Server
 
 @contextmanager
 def on_a_thread(backend: Backend) -> Iterator[tuple[Server, str]]:
-    """A real server on a thread, and its address. It is stopped at the end."""
+    """A server on a thread, and its address. The server is stopped at the end."""
     listener = listen("127.0.0.1", 0)
     server = Server(backend)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)

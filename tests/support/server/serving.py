@@ -1,4 +1,4 @@
-"""A tiny pair with a tokenizer, and servers for it: in process, or on a real socket."""
+"""A tiny pair with a tokenizer, and servers for it, in process or on a real socket."""
 
 import asyncio
 import http.client
@@ -35,7 +35,7 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 WORDS = "w6 w9 w30"
 HELLO: Any = [{"role": "user", "content": WORDS}]
-# Metrics and statuses are never old ones, however long an engine takes for a new one.
+# Wait for current metrics and statuses, however long an engine takes.
 engine_client.STATUS_WAIT_SECONDS = 60.0
 SETTINGS = ServerSettings(
     pair="tiny",
@@ -65,7 +65,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def tiny_pair() -> LoadedPair:
-    """A random target, and drafters whose drafts it accepts now and then."""
+    """A random target, and drafters whose drafts it accepts sometimes."""
     target = make_target()
     target.tokenizer = word_tokenizer()
     drafters: dict[Method, Any] = {
@@ -129,7 +129,7 @@ def served(
     ready: bool = True,
     **changes: Any,
 ) -> None:
-    """Run a test against its own server in this process. It must leave no request or page."""
+    """Run a test against a new server in this process; check that no request or page remains."""
 
     async def main() -> None:
         backend = make_backend(loader, **changes)
@@ -189,7 +189,7 @@ def thread_engines(backend: EngineBackend) -> ThreadEngines:
 
 @contextmanager
 def paused(backend: EngineBackend) -> Iterator[None]:
-    """The main engine takes requests, but no steps."""
+    """The main engine accepts requests, but runs no steps."""
     main = thread_engines(backend).main
     assert main is not None
     loop = main.engine.loop
@@ -226,7 +226,7 @@ def slowed(backend: EngineBackend, seconds: float) -> Iterator[None]:
 
 
 def raw_request(url: str, head: str, body: bytes = b"") -> socket.socket:
-    """A connection on which these bytes were sent, for clients that do not behave."""
+    """A connection on which these bytes were sent, for misbehaving clients."""
     host, _, port = url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=60)
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
@@ -234,7 +234,7 @@ def raw_request(url: str, head: str, body: bytes = b"") -> socket.socket:
 
 
 def read_reply(connection: socket.socket) -> tuple[int, bytes]:
-    """The status and the body of one whole reply, in however many pieces it arrives."""
+    """The status and the body of one complete reply."""
     with http.client.HTTPResponse(connection) as reply:
         reply.begin()
         return reply.status, reply.read()

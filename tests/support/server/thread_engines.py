@@ -1,6 +1,6 @@
-"""The engines of a server on a thread of this process, so that a test can reach into them.
+"""The engines of a server on a thread of this process, so that a test can access them.
 
-Front and worker are the real ones, and exchange the real messages; only the process is missing.
+Web server and worker are the real ones and exchange the real messages, without a second process.
 """
 
 import asyncio
