@@ -215,7 +215,7 @@ def test_root_and_shells_are_not_available(sandbox: Sandbox) -> None:
 
 
 def test_a_flood_of_output_does_not_fill_the_parents_memory(sandbox: Sandbox) -> None:
-    """The program writes 400 MB to every descriptor, raw and behind a frame header."""
+    """The program writes 400 MB to every descriptor, raw and after a frame header."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for start in ("", "(1 << 23).to_bytes(4, 'big') + "):
         code = (

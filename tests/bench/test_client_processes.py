@@ -84,7 +84,7 @@ def test_a_real_server_gives_the_same_totals_to_one_and_to_two_processes() -> No
 def test_one_run_of_two_processes() -> None:
     jobs = some_jobs(7, turns=2)
     answered: list[int] = []
-    first = (4, 5, 6, 21, 22, 23)  # requests of each run, behind three of the warm-up
+    first = (4, 5, 6, 21, 22, 23)  # requests of each run, after three warm-up requests
     with serving(wait=0.02, together=first) as server:
         load = runner(server)
         try:

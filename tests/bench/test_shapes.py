@@ -93,7 +93,7 @@ def test_a_config_that_cannot_run_gives_one_line(
     logging.set_verbosity_warning()
     code, output = run(write_config(tmp_path / "mine", content))
     assert code == 2 and output.count("\n") == 1
-    # Otherwise transformers adds warnings of its own.
+    # Otherwise transformers prints additional warnings.
     assert "no JSON" in output or logging.get_verbosity() == logging.ERROR
     assert "mine" in output and message in output
 

@@ -258,7 +258,7 @@ def test_trees_accept_more_than_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_adaptive_drafting_with_trees_is_measured() -> None:
-    """It chooses among chains and trees, each with its own acceptance."""
+    """Adaptive drafting chooses among chains and trees with different acceptance lengths."""
     arguments = [*ARGUMENTS, "--methods", "p-eagle", "-k", "auto", "--concurrency", "2"]
     result = CliRunner().invoke(app, [*arguments, "--tree", "15", "--repeats", "1", "--json"])
     assert result.exit_code == 0, result.output

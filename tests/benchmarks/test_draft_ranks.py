@@ -9,7 +9,7 @@ from benchmarks.drafter.ranks import NO_CANDIDATE, UNKNOWN, SetRanks, rank_share
 
 
 def test_ranks_behind_the_expected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs: behind candidate 20, token 41 is the better one at depth 2."""
+    """Ranks depend on pairs of tokens: after candidate 20, token 41 is the best one at depth 2."""
     monkeypatch.setattr(ranks, "K", 2)
     tokens = torch.tensor([[[10, 20], [40, 41]]]).expand(4, -1, -1)
     logp = torch.tensor([[[[-0.1, -3.0]] * 2, [[-0.1, -3.0], [-3.0, -0.1]]]]).expand(4, -1, -1, -1)

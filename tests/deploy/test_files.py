@@ -1,4 +1,4 @@
-"""`peagle deploy`: every file is valid for its format's own parser, and the files agree.
+"""`peagle deploy`: every file is valid for the parser of its format, and the files agree.
 
 Ray, SkyPilot and KServe are validated in tests/deploy_validators (`make test-deploy`), vLLM's
 arguments in tests/vllm.

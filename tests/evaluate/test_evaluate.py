@@ -40,9 +40,7 @@ def loaded(tiny: Path) -> LoadedPair:
 
 
 def test_counts_of_known_steps() -> None:
-    """Two answers' steps in one list: 4 drafts, 6 accepted, so 1 + 6/4, whatever each answer's
-    own length is.
-    """
+    """Steps of two answers in one list: 4 drafts with 6 accepted tokens give a length of 1 + 6/4."""
     prefill = Step((7,))
     steps = [
         prefill,

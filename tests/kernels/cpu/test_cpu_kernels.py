@@ -86,7 +86,7 @@ def test_a_large_sink_takes_all_weight() -> None:
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 4, 6)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_does_not_depend_on_neighbors(dtype: torch.dtype, sinks: Tensor | None) -> None:
-    """A row has the same bits alone, in a block, beside other requests, and with two threads."""
+    """A row has the same bits alone, in a block, with other requests, and with two threads."""
     heads, kv_heads, d, page_size, length = 6, 2, 64, 16, 150
     keys, values = (some(20 * page_size, kv_heads, d, seed=i).to(dtype) for i in range(2))
     tables = torch.randperm(20, generator=torch.Generator().manual_seed(0)).view(2, 10).int()

@@ -3,8 +3,8 @@
 The products of a rotation are rounded before they are added. If a compiler fuses one of them with
 the sum, keys have different bits in rope_store and in attention that rotates its rows.
 
-Rotated attention reads new keys behind a barrier, and angles before it waits for its inputs, which
-the interpreter does not show.
+Rotated attention reads new keys after a barrier, and angles before it waits for its inputs. The
+interpreter cannot verify this order.
 """
 
 import json
