@@ -1,4 +1,4 @@
-"""For the tests of the page: Chromium, and a server without a model."""
+"""Fixtures for tests of the page: Chromium, and a server without a model."""
 
 import shutil
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-FAST = 0.15  # fraction of a step's usual time
+FAST = 0.15  # factor on the usual time of a step
 
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason="no playwright: pip install playwright"
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
     )
     if CHROMIUM is None:
         pytest.skip("chromium is not installed: apt-get install chromium")

@@ -142,7 +142,7 @@ def test_fifty_streams_at_once(live: tuple[EngineBackend, str]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_leave(live: tuple[EngineBackend, str], stream: bool) -> None:
+def test_disconnects_end_requests(live: tuple[EngineBackend, str], stream: bool) -> None:
     front, url = live
     assert front.engines.main is not None
     engine = front.engines.main.engine
@@ -163,15 +163,15 @@ def test_clients_that_leave(live: tuple[EngineBackend, str], stream: bool) -> No
 
 
 @pytest.fixture
-def impatient() -> Iterator[tuple[EngineBackend, str]]:
+def disconnect_early() -> Iterator[tuple[EngineBackend, str]]:
     front = make_backend(api_keys=("key",), max_body_mb=1, body_timeout=1.0)
     with running(front) as (server, url):
-        server.connections.wait_seconds = 60.0  # Only bodies must come soon.
+        server.connections.wait_seconds = 60.0  # Only bodies have a short time limit.
         yield front, url
 
 
-def test_incomplete_and_malformed_requests(impatient: tuple[EngineBackend, str]) -> None:
-    front, url = impatient
+def test_incomplete_and_malformed_requests(disconnect_early: tuple[EngineBackend, str]) -> None:
+    front, url = disconnect_early
     head = (
         "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
         "content-type: application/json\ncontent-length: 100"
@@ -191,7 +191,7 @@ def test_incomplete_and_malformed_requests(impatient: tuple[EngineBackend, str])
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_headers_is_limited(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if http == "h11":
         monkeypatch.setattr("peagle.server.http.header_limit.find_spec", lambda name: None)
     with running(make_backend(api_keys=("key",))) as (_, url):
@@ -212,7 +212,7 @@ def test_headers_have_a_limit(http: str, monkeypatch: pytest.MonkeyPatch) -> Non
             content=b" " * (1 << 20),
             headers={"authorization": "Bearer key"},
         )
-        assert body.status_code == 400  # a long body is not a long header
+        assert body.status_code == 400  # a long body does not count as a header
 
 
 def until_closed(connection: socket.socket) -> bool:
@@ -225,8 +225,8 @@ def until_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_a_client_that_does_not_read() -> None:
-    """It delays no other client; its KV pages are free when its answer is complete."""
+def test_a_client_that_does_not_read_delays_no_other() -> None:
+    """The KV pages of its request are freed when the answer is complete."""
     front = make_backend(max_batch=4)
     with running(front) as (_, url):
         body = json.dumps(LONG | {"stream": True}).encode()
@@ -251,7 +251,7 @@ def asking(url: str, stream: bool, replies: dict[bool, httpx.Response]) -> threa
 
 
 def drain(server: Server, front: EngineBackend, requests: int) -> None:
-    """Send SIGTERM once so many requests are in flight."""
+    """Send SIGTERM when this number of requests is in flight."""
     wait_for(lambda: len(front.drain.in_flight) >= requests)
     server.handle_exit(signal.SIGTERM, None)
     wait_for(lambda: front.drain.is_draining)
@@ -279,7 +279,7 @@ def test_drain_lets_answers_finish() -> None:
         wait_exit(server)
 
 
-def test_drain_ends_what_takes_too_long() -> None:
+def test_drain_ends_requests_that_take_too_long() -> None:
     front, replies = make_backend(drain_seconds=0.2), dict[bool, httpx.Response]()
     with running(front) as (server, url), slowed(front, 0.3):
         threads = [asking(url, stream, replies) for stream in (True, False)]
@@ -316,8 +316,8 @@ def test_a_second_signal_ends_answers_at_once(caplog: pytest.LogCaptureFixture) 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_request_that_the_end_of_the_server_cancels() -> None:
-    """uvicorn logs a traceback for what its applications raise, also for a canceled request."""
+def test_requests_canceled_by_the_shutdown_are_not_logged_as_errors() -> None:
+    """uvicorn logs a traceback for every exception of its application, including cancellation."""
     sent: list[Message] = []
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
@@ -345,7 +345,7 @@ def test_a_request_that_the_end_of_the_server_cancels() -> None:
         asyncio.run(canceled(is_draining=False))
 
 
-def test_drain_ends_what_no_engine_has_accepted() -> None:
+def test_drain_ends_requests_that_no_engine_has_accepted() -> None:
     """Requests and calls that arrive during a long step get 503 as well."""
     backend = make_backend(drain_seconds=0)
     engines = backend.engines
@@ -392,7 +392,7 @@ def start(
     return process, json.loads(process.stderr.readline())
 
 
-@pytest.mark.slow  # tests/deploy/test_sagemaker_container.py starts such a server, too.
+@pytest.mark.slow  # tests/deploy/test_sagemaker_container.py covers this, too.
 def test_the_process_from_start_to_end(folder: Path) -> None:
     config = json.dumps(
         {"model": str(folder / "p-eagle"), "num_speculative_tokens": 2, "parallel_drafting": True}
@@ -430,18 +430,21 @@ def test_the_process_from_start_to_end(folder: Path) -> None:
     assert "ready" in logged and "draining" in logged and "stopped" in logged
 
 
-def test_sigterm_while_it_loads(folder: Path) -> None:
+def test_sigterm_while_loading(folder: Path) -> None:
     process, first = start(folder, str(folder / "target"), "--port", "0", "--method", "none")
     assert first["event"] == "listening"
     health = httpx.get(f"http://127.0.0.1:{first['port']}/health", timeout=180)
-    assert health.status_code in (503, 200)  # It may be ready before a starved test asks.
+    assert health.status_code in (
+        503,
+        200,
+    )  # On a busy machine, the server may be ready before the test polls it.
     process.send_signal(signal.SIGTERM)
     _, rest = process.communicate(timeout=180)
     assert process.returncode == 0 and "Traceback" not in rest and "terminate" not in rest
 
 
 def test_a_pair_that_cannot_be_served_ends_the_process(folder: Path) -> None:
-    """What only reading the drafter shows; other faults are refused before anything starts."""
+    """This fault is only found when the drafter is read; others are refused before the start."""
     broken = folder / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{")

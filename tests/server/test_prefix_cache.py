@@ -22,7 +22,8 @@ from peagle.target import Target
 from tests.support.engine.engines import word_tokenizer
 from tests.support.server.serving import CHAT, TEXT, ask, make_backend, running, served, tiny_pair
 
-LONG = " ".join(f"w{6 + i % 60}" for i in range(140))  # Two full pages of 64, and a rest.
+# two full pages of 64 tokens, and a partial one
+LONG = " ".join(f"w{6 + i % 60}" for i in range(140))
 
 
 def cached_tokens(answer: dict[str, Any]) -> int:
@@ -41,7 +42,7 @@ def test_usage_reports_cached_tokens(path: str) -> None:
     served(test)
 
 
-def test_choices_of_one_prompt_report_what_was_known_before() -> None:
+def test_choices_report_only_tokens_cached_before_the_request() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         several = {"words": LONG, "n": 4, "temperature": 1, "seed": 1}
         assert cached_tokens(await ask(client, TEXT, **several)) == 0
@@ -59,7 +60,7 @@ def test_usage_of_choices_that_have_not_begun() -> None:
     choices = [
         Choice(first, timing, tokens=2, cached_tokens=8),
         Choice(first, timing, tokens=1, cached_tokens=4),
-        Choice(first, timing),  # It waits in the queue.
+        Choice(first, timing),  # The request waits in the queue.
         Choice(second, timing),
     ]
     assert TokenUsage.of(choices) == TokenUsage(30, 3, 4)
@@ -82,8 +83,8 @@ PAGE = 8
 SYSTEM = " ".join(f"w{20 + i * 7 % 70}" for i in range(70))
 
 
-def readable_pair() -> LoadedPair:
-    """The tiny pair, with a tokenizer that reads all words of an answer back as they were."""
+def reversible_pair() -> LoadedPair:
+    """The tiny pair, with a tokenizer that maps the words of an answer back to the same tokens."""
     target = Target(tiny_pair().target.model, word_tokenizer(), "tiny")
     target.tokenizer.chat_template = (
         "{% for m in messages %}w90 {{ m['content'] }} w91 {% endfor %}w90"
@@ -93,7 +94,7 @@ def readable_pair() -> LoadedPair:
 
 
 def converse(prefix_caching: bool, **fields: Any) -> list[dict[str, Any]]:
-    """The responses of a conversation in which answers and results of tools alternate."""
+    """The responses of a conversation with alternating answers and tool results."""
     responses: list[dict[str, Any]] = []
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
@@ -105,7 +106,7 @@ def converse(prefix_caching: bool, **fields: Any) -> list[dict[str, Any]]:
             result = " ".join(f"w{20 + (turn + i * i) % 70}" for i in range(2 + turn % 4))
             messages.append({"role": "tool", "content": result})
 
-    served(test, readable_pair, prefix_caching=prefix_caching)
+    served(test, reversible_pair, prefix_caching=prefix_caching)
     return responses
 
 
@@ -114,10 +115,10 @@ def answer_text(response: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "T=1"])
-def test_a_conversation_prefills_what_is_new(
+def test_only_new_tokens_of_a_conversation_are_prefilled(
     monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
-    """Ten turns: answers, and the drafts that are accepted, are those of a server without cache."""
+    """In ten turns, answers and accepted drafts equal those of a server without a prefix cache."""
     monkeypatch.setattr("peagle.engine.EngineConfig", partial(EngineConfig, page_size=PAGE))
     fields = {"ignore_eos": True, **sampling}
     cached, fresh = (converse(caching, **fields) for caching in (True, False))
@@ -126,7 +127,7 @@ def test_a_conversation_prefills_what_is_new(
         assert ours["metrics"] == theirs["metrics"]
         assert cached_tokens(theirs) == 0
     for before, after in pairwise(cached):
-        # All full pages of the turn before, its answer included, but for the newest token.
+        # all full pages of the previous turn including its answer, without the newest token
         known = before["usage"]["total_tokens"] - 1
         assert cached_tokens(after) == known // PAGE * PAGE
     prompt_tokens = sum(response["usage"]["prompt_tokens"] for response in cached)
@@ -135,7 +136,7 @@ def test_a_conversation_prefills_what_is_new(
 
 @pytest.mark.slow
 def test_ten_turns_of_an_agent_on_the_default_pair() -> None:
-    """The bar: at least 85 % of all prompt tokens come from the cache of a fresh server."""
+    """At least 85 % of all prompt tokens come from the cache of a new server."""
     with running(make_backend(load, pair=DEFAULT_PAIR, k="auto", kv_tokens=8192)) as (_, url):
         turns = list(agent_conversation.converse(HttpServer(url), TURNS))
     assert len(turns) == TURNS and turns[0].cached_tokens == 0

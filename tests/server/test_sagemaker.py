@@ -67,7 +67,7 @@ def test_variables_become_options(tmp_path: Path) -> None:
     ("value", "options"),
     [("True", ["--exact"]), ("1", ["--exact"]), ("False", ["--no-exact"]), ("0", ["--no-exact"])],
 )
-def test_values_of_flags(value: str, options: list[str], tmp_path: Path) -> None:
+def test_values_of_boolean_variables(value: str, options: list[str], tmp_path: Path) -> None:
     assert serve_arguments({"SM_VLLM_EXACT": value}, tmp_path) == [*BASE, *options]
     assert serve_arguments({"SM_VLLM_NO_EXACT": value}, tmp_path) == [
         *BASE,
@@ -81,7 +81,7 @@ def test_false_turns_a_default_off(flag: str, tmp_path: Path) -> None:
     assert serve_arguments({name: "false"}, tmp_path) == [*BASE, f"--no-{flag}"]
 
 
-def test_a_flag_that_is_neither_true_nor_false(tmp_path: Path) -> None:
+def test_invalid_boolean_values_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"SM_VLLM_EXACT is 'maybe': set it to true or false"):
         serve_arguments({"SM_VLLM_EXACT": "maybe"}, tmp_path)
 
@@ -105,7 +105,7 @@ def test_model_and_drafter_folders(tmp_path: Path) -> None:
         *BASE,
         "--model",
         "hub/id",
-    ]  # an empty folder does not count
+    ]  # an empty folder is ignored
     (tmp_path / "opt/ml/model").rmdir()
     model = folder(tmp_path / "opt/ml/model")
     eagle = folder(tmp_path / "opt/ml/additional-model-data-sources/eagle")
@@ -131,7 +131,7 @@ def test_unknown_variables_are_refused(name: str, words: str, tmp_path: Path) ->
         serve_arguments({name: "1"}, tmp_path)
 
 
-def test_values_too_long_for_sagemaker(tmp_path: Path) -> None:
+def test_values_too_long_for_sagemaker_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1024"):
         serve_arguments({"SM_VLLM_MODEL": "x", "SM_VLLM_API_KEY": "k" * 1025}, tmp_path)
 
@@ -159,7 +159,7 @@ def test_speculative_config() -> None:
         ('{"num_branches": 1, "depth": 5}', 5, 0),
     ],
 )
-def test_a_tree_by_its_branches(spec: str, k: int, tree: int) -> None:
+def test_a_tree_given_by_branches_and_depth(spec: str, k: int, tree: int) -> None:
     for more in (
         "",
         f', "num_speculative_tokens": {k}',
@@ -281,7 +281,7 @@ def test_the_script_serve(environment: dict[str, str], monkeypatch: pytest.Monke
     assert runs[0].max_batch == (3 if environment else 64)
 
 
-def test_the_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     got = settings_of(monkeypatch)
     assert (got.pair, got.host, got.port, got.k, got.method) == (
         "smollm2-135m",
@@ -389,7 +389,7 @@ def test_settings_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (got.vllm_python, got.vllm_arguments) == ("py", ("--seed", "1", "--no-x"))
     assert (got.drafter, got.k, got.vllm_speculative) == ("d", 4, {"draft_tensor_parallel_size": 2})
-    # The native engine does not use it.
+    # not used by the native engine
     assert settings_of(monkeypatch, PEAGLE_VLLM_PYTHON="py").vllm_python is None
 
 
@@ -417,8 +417,8 @@ def test_sagemaker_variables_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_parsers_of_tool_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native engine knows vLLM's names; vLLM gets the options itself."""
+def test_tool_call_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native engine supports the names of vLLM; with vLLM, the options are passed through."""
     environment = {
         "SM_VLLM_MODEL": "smollm2-135m",
         "SM_VLLM_ENABLE_AUTO_TOOL_CHOICE": "true",
@@ -457,7 +457,7 @@ def test_every_option_reaches_a_setting() -> None:
     assert parameters - settings == {"model", "speculative_config", "enforce_eager"}
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import peagle.server as server
 
     monkeypatch.setattr(server, "REQUIRED_PACKAGES", ("no_such_package",))

@@ -39,7 +39,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0)
     }
 
 
-def test_chat() -> None:
+def test_chat_completions() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         answer = await ask(client)
         assert answer["object"] == "chat.completion" and answer["model"] == "tiny"
@@ -86,7 +86,7 @@ def test_chat_streams() -> None:
     served(test)
 
 
-def test_choices_have_seeds_of_their_own() -> None:
+def test_choices_have_different_seeds() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         sampling = {"n": 4, "seed": 5, "temperature": 1.5}
         texts = [
@@ -98,7 +98,9 @@ def test_choices_have_seeds_of_their_own() -> None:
         ]
         third = (await ask(client, seed=7, temperature=1.5))["choices"][0]["message"]["content"]
         assert third == texts[2]
-        assert (await ask(client, **sampling))["usage"]["prompt_tokens"] == 4  # counted once
+        assert (await ask(client, **sampling))["usage"][
+            "prompt_tokens"
+        ] == 4  # the prompt is counted once
         streamed = ["", "", "", ""]
         for chunk in await ask(client, stream=True, **sampling):
             for choice in chunk["choices"]:
@@ -193,7 +195,7 @@ def check_scores(ids: list[int], logprobs: dict[str, list[Any]], length: int) ->
         )
         best = tokenizer.convert_ids_to_tokens(int(expected_logprobs[i - 1].argmax()))
         assert logprobs["top_logprobs"][i][best] == max(logprobs["top_logprobs"][i].values())
-        if i >= len(ids):  # The answer is greedy: lm-eval compares the two.
+        if i >= len(ids):  # lm-eval uses this comparison to find out whether an answer is greedy.
             assert logprobs["token_logprobs"][i] == max(logprobs["top_logprobs"][i].values())
     assert logprobs["text_offset"] == [sum(map(len, logprobs["tokens"][:i])) for i in range(length)]
 
@@ -211,7 +213,7 @@ def test_long_prompts_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     served(test)
 
 
-def test_stops() -> None:
+def test_stop_strings_and_tokens() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         words = expected([6, 9, 30], 12).split()
         stop = next(word for i, word in enumerate(words) if i >= 3 and word not in words[:i])
@@ -250,10 +252,11 @@ def test_stops() -> None:
     served(test)
 
 
-def test_choices_of_one_prompt_compute_it_once() -> None:
+def test_choices_share_the_prefill_of_their_prompt() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         assert backend.engines.main is not None
-        words = " ".join(f"w{6 + i % 60}" for i in range(140))  # two full pages of 64, and a rest
+        # two full pages of 64 tokens, and a partial one
+        words = " ".join(f"w{6 + i % 60}" for i in range(140))
         await ask(client, TEXT, words=words, n=4, temperature=1, seed=1)
         assert backend.engines.main.engine.metrics.cached_tokens == 3 * 128
 
@@ -263,7 +266,7 @@ def test_choices_of_one_prompt_compute_it_once() -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("keys", [(), ("one", "two")])
 def test_keys_and_salts_keep_prefixes_apart(path: str, keys: tuple[str, ...]) -> None:
-    """What one key has asked is not faster for another one; nor is it with another salt."""
+    """Prefixes of one API key or cache salt must not speed up requests of another one."""
     words = " ".join(f"w{6 + i % 60}" for i in range(140))
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
@@ -313,7 +316,7 @@ def test_sampling_fields() -> None:
     served(test)
 
 
-def test_messages() -> None:
+def test_message_formats() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         parts = [{"type": "text", "text": "w6 w9"}, {"type": "text", "text": "w30"}]
         plain = await ask(client)
@@ -393,7 +396,7 @@ def test_origins(headers: dict[str, str], settings: dict[str, Any], code: int) -
     asyncio.run(test())
 
 
-def test_small_endpoints() -> None:
+def test_other_endpoints() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for method in ("GET", "POST"):
             for path in ("/health", "/ping"):
@@ -452,7 +455,7 @@ def test_page_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert again.status_code == 304
         assert (await client.get("/page/none.js")).json()["error"]["code"] == 404
 
-    served(test, api_keys=("key",))  # the page needs no key: it asks the user for it
+    served(test, api_keys=("key",))  # The page itself needs no key: it asks the user for one.
 
 
 def test_scoring_stops_when_the_client_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +472,8 @@ def test_scoring_stops_when_the_client_disconnects(monkeypatch: pytest.MonkeyPat
         asking = asyncio.create_task(client.post(TEXT, json=body))
         await until(lambda: backend.engines.driver.long_jobs)
         asking.cancel()
-        await until(lambda: not backend.engines.driver.long_jobs, seconds=30)  # All: 40 s.
+        # The whole prompt would take 40 s.
+        await until(lambda: not backend.engines.driver.long_jobs, seconds=30)
         assert (await ask(client))["usage"]["completion_tokens"] == 8
 
     served(test)

@@ -11,7 +11,7 @@ from tests.support.command_line import run
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket is opened before the first process is started."""
 
     def fail(settings: ServerSettings) -> None:
@@ -21,7 +21,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(*args: object) -> str:
-    """The line that `peagle serve` writes."""
+    """The error line of `peagle serve`."""
     output = run("serve", *args, "--port", 0, code=2)
     assert output.startswith("error: ") and output.count("\n") == 1, output
     return output
@@ -49,7 +49,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_unknown_names_and_folders(case: str, nothing_starts: None, tmp_path: Path) -> None:
+def test_unknown_names_and_folders(case: str, no_process_starts: None, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     words, expected = BAD[case]
     line = refusal(*(word.format(root=tmp_path) for word in words))
@@ -57,7 +57,7 @@ def test_unknown_names_and_folders(case: str, nothing_starts: None, tmp_path: Pa
     assert not (tmp_path / "learn").exists()
 
 
-def test_a_learn_folder_that_cannot_be_written(nothing_starts: None, tmp_path: Path) -> None:
+def test_a_learn_folder_that_cannot_be_written(no_process_starts: None, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("/proc/nope", "/proc", tmp_path / "file", tmp_path / "file" / "learn"):
         line = refusal("smollm2-135m", "--learn", folder)

@@ -61,7 +61,7 @@ def post(url: str, path: str = PATH, **body: Any) -> httpx.Response:
     return httpx.post(url + path, json=body, headers={"x-api-key": "secret"}, timeout=60)
 
 
-def test_text(url: str) -> None:
+def test_text_answers(url: str) -> None:
     client = client_of(url)
     whole = client.messages.create(model="tiny", **TEXT, extra_body=GREEDY)
     (block,) = whole.content
@@ -90,8 +90,8 @@ def test_text(url: str) -> None:
     assert events[-2]["metrics"] == whole.model_extra["metrics"]
 
 
-def test_system_and_blocks(url: str) -> None:
-    """The same prompt, however it is written; messages of one role are joined."""
+def test_system_and_content_blocks(url: str) -> None:
+    """Blocks and strings give the same prompt; successive messages of a role are joined."""
     blocks = [
         {"role": "user", "content": [{"type": "text", "text": "w4"}]},
         {"role": "user", "content": "w5"},
@@ -128,7 +128,7 @@ def test_stop_sequences(url: str) -> None:
     assert final.content[0].type == "text" and final.content[0].text == whole.content[0].text
 
 
-def test_tools(tool_url: str) -> None:
+def test_tool_calls(tool_url: str) -> None:
     client = client_of(tool_url)
     messages: list[Any] = [{"role": "user", "content": "What time is it?"}]
     body: dict[str, Any] = {"model": "tiny", "max_tokens": 300, "tools": FUNCTIONS}
@@ -170,7 +170,7 @@ def test_count_tokens(tool_url: str) -> None:
         assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_thinking() -> None:
+def test_thinking_blocks() -> None:
     body: dict[str, Any] = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "Why?"}],
@@ -198,7 +198,7 @@ def test_thinking() -> None:
             model="tiny", messages=body["messages"], thinking={"type": "disabled"}
         )
         plain = client.messages.count_tokens(model="tiny", messages=body["messages"])
-        assert counted.input_tokens > plain.input_tokens  # The closed thinking part.
+        assert counted.input_tokens > plain.input_tokens  # the closed thinking part
 
 
 def test_output_format(tool_url: str) -> None:
@@ -210,7 +210,7 @@ def test_output_format(tool_url: str) -> None:
 
 
 def test_a_long_answer_ends_with_the_context() -> None:
-    """Agents ask for more tokens than small targets have room for."""
+    """Agents request more tokens than the context of small targets allows."""
     with running(make_backend(context=32)) as (_, url):
         reply = post(url, **TEXT | {"max_tokens": 32000}, **GREEDY).json()
         used = sum_input(reply["usage"]) + reply["usage"]["output_tokens"]
@@ -223,7 +223,7 @@ def check_error(reply: httpx.Response, status: int, error_type: str) -> str:
     assert reply.status_code == status, reply.text
     body = reply.json()
     assert body["error"]["type"] == error_type
-    if error_type != "request_too_large":  # The client has no type of its own for it.
+    if error_type != "request_too_large":  # The client has no class for this error.
         clients.anthropic.types.shared.ErrorResponse.model_validate(body)
     return body["error"]["message"]  # type: ignore[no-any-return]
 
@@ -258,11 +258,11 @@ def check_error(reply: httpx.Response, status: int, error_type: str) -> str:
         ({**TEXT, "mcp_servers": [{}]}, "mcp_servers"),
     ],
 )
-def test_refused(url: str, body: dict[str, Any], words: str) -> None:
+def test_invalid_bodies_are_refused(url: str, body: dict[str, Any], words: str) -> None:
     assert words in check_error(post(url, **body), 400, "invalid_request_error")
 
 
-def test_errors_have_anthropics_layout(url: str) -> None:
+def test_errors_have_the_format_of_anthropic(url: str) -> None:
     with pytest.raises(clients.anthropic.AuthenticationError, match="wrong"):
         client_of(url, api_key="other").messages.create(model="tiny", **TEXT)
     by_token = client_of(url, auth_token="secret", api_key=None)
@@ -278,7 +278,7 @@ def test_errors_have_anthropics_layout(url: str) -> None:
     check_error(reply, 413, "request_too_large")
 
 
-def test_a_server_that_loads_and_a_full_queue() -> None:
+def test_errors_while_loading_and_with_a_full_queue() -> None:
     may_load = threading.Event()
 
     def load() -> LoadedPair:
@@ -302,7 +302,7 @@ def test_a_server_that_loads_and_a_full_queue() -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_that_fails_midway() -> None:
+def test_an_answer_that_fails_while_it_is_generated() -> None:
     backend = make_backend(timeout=2.0)
     backend.engines.settings = SETTINGS  # The engine may accept a request late.
     with running(backend) as (_, url), slowed(backend, 0.4):

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: the same answers, and what happens when a side dies."""
+"""The engine in a separate process: the same answers, and recovery after failures of a side."""
 
 import asyncio
 import os
@@ -76,12 +76,12 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "control"
 
 
-def in_process(
+def run_with_engine_process(
     folder: Path,
     test: Callable[[httpx.AsyncClient, Any, EngineClient], Awaitable[None]],
     **changes: Any,
 ) -> None:
-    """Run a test against a server with an engine process. No request may be left in it."""
+    """Run a test against a server with an engine process, and check that no request remains."""
     settings = replace(
         SETTINGS,
         pair=str(folder / "target"),
@@ -96,13 +96,13 @@ def in_process(
         backend = create_engine_backend(settings, engines)
         async with client_of(backend) as client:
             await test(client, backend, engines)
-            await until(lambda: live(engines) == 0)
+            await until(lambda: live_requests(engines) == 0)
 
     asyncio.run(main())
 
 
-def live(engines: EngineClient) -> int:
-    """Requests in the processes, as of their last status."""
+def live_requests(engines: EngineClient) -> int:
+    """Number of requests in the processes, according to their last status."""
     return sum(
         status["running"] + status["waiting"]
         for connection in engines.pool.connections.values()
@@ -110,13 +110,13 @@ def live(engines: EngineClient) -> int:
     )
 
 
-def only(engines: EngineClient) -> EngineConnection:
+def only_connection(engines: EngineClient) -> EngineConnection:
     (connection,) = engines.pool.connections.values()
     return connection
 
 
-def with_tokens(engines: EngineClient) -> int:
-    """Requests whose answer has begun."""
+def begun_requests(engines: EngineClient) -> int:
+    """Number of requests whose answer has begun."""
     connections = engines.pool.connections.values()
     return sum(r.has_tokens for connection in connections for r in connection.requests.values())
 
@@ -135,23 +135,23 @@ async def collect(client: httpx.AsyncClient, answers: list[Any]) -> None:
         answers.append([event["choices"] for event in streamed if event["choices"]][-1])
 
 
-def test_failures_of_its_process(
+def test_failures_of_the_engine_process(
     folder: Path, control: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One server, whose process is killed, fails, hangs, and at last cannot be started again."""
+    """The process of one server is killed, fails, hangs, and finally cannot be restarted."""
 
     async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
-        await kill_in_the_middle(client, backend, engines, control)
+        await check_killed_process(client, backend, engines, control)
         for failure in ("raise", "lose"):
-            await failed_step(client, backend, engines, control, failure)
-        await hung_step(client, backend, engines, control)
+            await check_failed_step(client, backend, engines, control, failure)
+        await check_hung_step(client, backend, engines, control)
         monkeypatch.setattr(engine_supervisor.EngineSupervisor, "max_failures", 3)
-        await processes_that_die_in_a_row(client, backend, engines, control)
+        await check_repeated_failures(client, backend, engines, control)
 
-    in_process(folder, test, max_batch=2)
+    run_with_engine_process(folder, test, max_batch=2)
 
 
-async def kill_in_the_middle(
+async def check_killed_process(
     client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path
 ) -> None:
     """Answers that have begun end with an error. The next process answers all other requests: those
@@ -160,10 +160,10 @@ async def kill_in_the_middle(
     control.write_text("slow 0.2")
     body = {"messages": HELLO, "temperature": 0, "stream": True} | LONG
     running = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(2)]
-    await until(lambda: with_tokens(engines) == 2)
+    await until(lambda: begun_requests(engines) == 2)
     queued = [asyncio.create_task(ask(client)) for _ in range(6)]
-    await until(lambda: len(only(engines).requests) == 8)
-    pid = only(engines).status.pid
+    await until(lambda: len(only_connection(engines).requests) == 8)
+    pid = only_connection(engines).status.pid
     os.kill(pid, signal.SIGKILL)
     control.write_text("")
     await until(lambda: not backend.is_healthy)
@@ -174,17 +174,17 @@ async def kill_in_the_middle(
         assert error["code"] == 503 and "the engine stopped" in error["message"]
     for task in queued + arrived:
         assert (await task)["choices"] == expected
-    assert backend.counts.restarts == 1 and only(engines).status.pid != pid
+    assert backend.counts.restarts == 1 and only_connection(engines).status.pid != pid
     page = (await client.get("/metrics")).text
     assert 'peagle:engine_restarts_total{model_name="tiny"} 1.0' in page
 
 
-async def failed_step(
+async def check_failed_step(
     client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path, failure: str
 ) -> None:
     control.write_text("slow 0.2")
     running = asyncio.create_task(ask(client, code=503, **LONG))
-    await until(lambda: with_tokens(engines))
+    await until(lambda: begun_requests(engines))
     control.write_text(failure)
     message = (await running)["error"]["message"]
     assert "the engine stopped" in message and "CUDA" not in message
@@ -193,16 +193,16 @@ async def failed_step(
     assert backend.is_healthy
 
 
-async def hung_step(
+async def check_hung_step(
     client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path
 ) -> None:
-    """The process is replaced. Only here, it must not be silent for two seconds."""
+    """The process is replaced. The time limit of a step is two seconds in this check only."""
     (supervisor,) = engines.source.engines  # type: ignore[attr-defined]
     settings = supervisor.settings
     restarts = backend.counts.restarts
     control.write_text("slow 0.2")
     running = asyncio.create_task(ask(client, code=503, **LONG))
-    await until(lambda: with_tokens(engines))
+    await until(lambda: begun_requests(engines))
     control.write_text("slow 600")
     waiting = asyncio.create_task(ask(client))
     supervisor.settings = replace(settings, step_timeout=2.0)
@@ -214,13 +214,13 @@ async def hung_step(
     assert backend.counts.restarts == restarts + 1
 
 
-async def processes_that_die_in_a_row(
+async def check_repeated_failures(
     client: httpx.AsyncClient, backend: Any, engines: EngineClient, control: Path
 ) -> None:
     reasons: list[str] = []
     engines.on_failure = reasons.append
     control.write_text("die")
-    os.kill(only(engines).status.pid, signal.SIGKILL)
+    os.kill(only_connection(engines).status.pid, signal.SIGKILL)
     await until(lambda: not backend.is_healthy)
     assert (await client.get("/health")).status_code == 503
     waiting = asyncio.create_task(ask(client, code=503))
@@ -231,10 +231,10 @@ async def processes_that_die_in_a_row(
     assert "could not be loaded" in (await ask(client, code=503))["error"]["message"]
 
 
-def test_many_answers_a_lost_front_and_a_slow_reader(
+def test_many_answers_a_lost_web_server_and_a_slow_reader(
     folder: Path, control: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers are those of an engine in this process."""
+    """Answers equal those of an engine in this process."""
     own: list[Any] = []
     served(lambda client, _: collect(client, own))
 
@@ -250,13 +250,13 @@ def test_many_answers_a_lost_front_and_a_slow_reader(
             assert text == expected[0]["message"]["content"]
 
         control.write_text("slow 0.2")
-        other = EngineLink(only(engines).state.address, lambda batch: None)
+        other = EngineLink(only_connection(engines).state.address, lambda batch: None)
         add = add_message(1, engines.key, [6, 9], GenerationParams(240, ignore_eos=True))
         other.batch().adds.append(add)
         long = asyncio.create_task(ask(client, **LONG))
-        await until(lambda: live(engines) == 2)
+        await until(lambda: live_requests(engines) == 2)
         other.close()
-        await until(lambda: live(engines) == 1)
+        await until(lambda: live_requests(engines) == 1)
         control.write_text("")
         assert (await long)["usage"]["completion_tokens"] == 240
 
@@ -267,17 +267,17 @@ def test_many_answers_a_lost_front_and_a_slow_reader(
             stream, timing = await engines.add(slot, [6, 9], params)
             assert isinstance(timing, RequestTiming)
             unread = Answer(backend, slot, [Choice([6, 9], timing, stream)])
-        await until(lambda: not only(engines).requests)
+        await until(lambda: not only_connection(engines).requests)
         assert len(unread._queue) == 1
         with pytest.raises(ApiError, match="too slowly"):
             await unread.next()
         unread.close()
 
-    in_process(folder, test)
+    run_with_engine_process(folder, test)
 
 
-def test_a_silent_front_is_forgotten() -> None:
-    """A front that wakes up again learns that its requests have ended."""
+def test_a_silent_web_server_is_disconnected() -> None:
+    """A web server that resumes is notified that its requests have ended."""
     pool = EnginePool(replace(SETTINGS, pair="tiny"), tiny_pair)
     worker = EngineWorker(pool, "inproc://silent-front")
     batches: list[Any] = []
@@ -300,7 +300,7 @@ def test_a_silent_front_is_forgotten() -> None:
                 front.jobs[3] = Future()
                 front.last_heard -= 100
 
-        await asyncio.wrap_future(pool.driver.submit(lambda: None))  # Its last beat is read.
+        await asyncio.wrap_future(pool.driver.submit(lambda: None))  # The last heartbeat is read.
         await asyncio.wrap_future(pool.driver.submit(fall_silent))
         await until(lambda: any(o.reason == "error" for b in batches for o in b.outputs))
         assert {r.id for b in batches for r in b.refusals} == {2, 3}
@@ -313,7 +313,7 @@ def test_a_silent_front_is_forgotten() -> None:
 
 
 def failure_of(settings: Any) -> str:
-    """Why a server with these settings ends."""
+    """Return why a server with these settings ends."""
     reasons: list[str] = []
 
     async def main() -> None:
@@ -327,13 +327,13 @@ def failure_of(settings: Any) -> str:
     return reasons[0]
 
 
-@pytest.mark.slow  # test_live.py starts such a server from the command line.
+@pytest.mark.slow  # test_live.py covers this from the command line.
 def test_a_pair_that_cannot_be_loaded(tmp_path: Path, control: Path) -> None:
     assert "nothing" in failure_of(replace(SETTINGS, pair=str(tmp_path / "nothing")))
 
 
-def test_a_process_that_dies_while_it_loads(control: Path) -> None:
-    """Its last words are in the error, after three attempts."""
+def test_a_process_that_dies_while_loading(control: Path) -> None:
+    """After three attempts, the error contains the last output of the process."""
     control.write_text("die")
     reason = failure_of(SETTINGS)
     assert "cannot be started" in reason and "SIGKILL" in reason
@@ -341,7 +341,7 @@ def test_a_process_that_dies_while_it_loads(control: Path) -> None:
 
 
 def test_one_of_two_replicas_is_killed(folder: Path, control: Path) -> None:
-    """Only its streams are told; its queued requests are answered by the other."""
+    """Streams of the killed replica end with an error; the other answers its queued requests."""
 
     async def test(client: httpx.AsyncClient, backend: Any, engines: EngineClient) -> None:
         await until(lambda: all(c.ready for c in engines.pool.connections.values()))
@@ -349,7 +349,7 @@ def test_one_of_two_replicas_is_killed(folder: Path, control: Path) -> None:
         control.write_text("slow 0.2")
         body = {"messages": HELLO, "temperature": 0, "stream": True} | LONG
         running = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(2)]
-        await until(lambda: with_tokens(engines) == 2)
+        await until(lambda: begun_requests(engines) == 2)
         first, second = engines.pool.connections.values()
         assert [len(first.requests), len(second.requests)] == [1, 1]
         queued = [asyncio.create_task(ask(client)) for _ in range(4)]
@@ -367,10 +367,10 @@ def test_one_of_two_replicas_is_killed(folder: Path, control: Path) -> None:
         page = (await client.get("/metrics")).text
         assert 'engine="p-eagle replica-0"' in page and 'engine="p-eagle replica-1"' in page
 
-    in_process(folder, test, max_batch=1, replicas=2, device="cpu")
+    run_with_engine_process(folder, test, max_batch=1, replicas=2, device="cpu")
 
 
-@pytest.mark.slow  # test_replicas.py kills a server with more processes.
+@pytest.mark.slow  # test_replicas.py covers a server with more processes.
 def test_the_process_ends_with_its_front(folder: Path) -> None:
     with live_server(folder) as server:
         ready = server.log_line("worker ready")
@@ -381,7 +381,7 @@ def test_the_process_ends_with_its_front(folder: Path) -> None:
         asyncio.run(until(lambda: not child.exists()))
 
 
-@pytest.mark.slow  # test_replicas.py and test_http_workers.py do so with more processes.
+@pytest.mark.slow  # test_replicas.py and test_http_workers.py cover servers with more processes.
 def test_sigterm_leaves_no_process(folder: Path) -> None:
     with live_server(folder) as server:
         ready = server.log_line("worker ready")
@@ -389,8 +389,8 @@ def test_sigterm_leaves_no_process(folder: Path) -> None:
         assert not Path(f"/proc/{ready['pid']}").exists()
 
 
-def test_second_sigterm(folder: Path, control: Path) -> None:
-    """The server does not wait for its answers, and leaves no process and no folder."""
+def test_a_second_sigterm_ends_the_server_at_once(folder: Path, control: Path) -> None:
+    """The server does not wait for answers, and no process or folder remains."""
     with tempfile.TemporaryDirectory() as temporary:
         stop_twice(folder, control, Path(temporary))
 

@@ -1,4 +1,4 @@
-"""`peagle serve --replicas 2` as a process: two native engines, one of them killed under load."""
+"""`peagle serve --replicas 2` as a process: two native engines, one is killed under load."""
 
 import json
 import os
@@ -81,11 +81,12 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, P
         "float32",
     ]
     options += ["--served-model-name", "tiny", "-k", "2", "--max-batch", "8", "--kv-tokens", "4096"]
-    write_json(folder / "learn" / "training.json", {"min_documents": 1_000_000})  # Never trains.
+    # prevents training
+    write_json(folder / "learn" / "training.json", {"min_documents": 1_000_000})
     options += ["--learn", str(folder / "learn")]
     log = folder / "log"
     with running_command(log, str(folder / "target"), *options) as (process, url):
-        wait_for(lambda: ready(url) == 2, 120)
+        wait_for(lambda: ready_workers(url) == 2, 120)
         yield process, url, log
 
 
@@ -93,14 +94,14 @@ def status(url: str) -> dict[str, Any]:
     return httpx.get(f"{url}/v1/peagle/status", timeout=60).json()  # type: ignore[no-any-return]
 
 
-def ready(url: str) -> int:
+def ready_workers(url: str) -> int:
     return sum(worker["state"] == "ready" for worker in status(url)["workers"])
 
 
 class Load:
-    """Streams, one after another on each of several threads, until `stop`.
+    """Requests streams one after another on several threads, until `stop`.
 
-    `ends` says how each of them ended, by request id.
+    `ends` maps each request id to the end of its stream.
     """
 
     def __init__(self, url: str, threads: int) -> None:
@@ -134,8 +135,8 @@ class Load:
             thread.join(timeout=60)
 
 
-def generated(url: str) -> dict[str, float]:
-    """The generated tokens of each engine, by /metrics."""
+def generated_tokens_by_engine(url: str) -> dict[str, float]:
+    """The generated tokens of each engine, from /metrics."""
     page = httpx.get(f"{url}/metrics", timeout=60).text
     lines = re.findall(r'^vllm:generation_tokens_total\{engine="([^"]*)".*\} (\S+)$', page, re.M)
     return {engine: float(count) for engine, count in lines}
@@ -145,7 +146,7 @@ def test_answers_and_statistics(live: tuple[Any, str, Path]) -> None:
     _, url, _ = live
     texts = set()
     load = Load(url, 4)
-    wait_for(lambda: all(generated(url).values()))
+    wait_for(lambda: all(generated_tokens_by_engine(url).values()))
     load.stop()
     assert set(load.ends.values()) == {"length"}
     for _ in range(2):
@@ -157,11 +158,11 @@ def test_answers_and_statistics(live: tuple[Any, str, Path]) -> None:
     assert len(texts) == 1
     total = status(url)
     assert total["method"] == "p-eagle" and total["k"] == 2 and len(total["workers"]) == 2
-    assert list(generated(url)) == ["p-eagle replica-0", "p-eagle replica-1"]
+    assert list(generated_tokens_by_engine(url)) == ["p-eagle replica-0", "p-eagle replica-1"]
 
-    def are_equal() -> bool:  # The status of a busy replica may be an old one.
+    def are_equal() -> bool:  # The status of a busy replica may be outdated.
         total = status(url)["engines"]["p-eagle"]["generated_tokens"]
-        return sum(generated(url).values()) == total
+        return sum(generated_tokens_by_engine(url).values()) == total
 
     wait_for(are_equal)
     shown = httpx.post(
@@ -170,12 +171,12 @@ def test_answers_and_statistics(live: tuple[Any, str, Path]) -> None:
     assert shown.status_code == 400 and "top_p" in shown.json()["error"]["message"]
 
 
-def test_learning(live: tuple[Any, str, Path]) -> None:
-    """Both replicas store and swap; a killed trainer is started again, and nothing else ends."""
+def test_learning_with_two_replicas(live: tuple[Any, str, Path]) -> None:
+    """Both replicas store documents and swap drafters; only a killed trainer is restarted."""
     _, url, log = live
     root = log.parent
     folder = LearnFolder(root / "learn")
-    wait_for(lambda: learners(log, "worker ready") == 1)
+    wait_for(lambda: count_trainer_events(log, "worker ready") == 1)
     load = Load(url, 4)
     wait_for(lambda: {d.engine for d in read_documents(folder)} == {"replica-0", "replica-1"})
     load.stop()
@@ -185,13 +186,13 @@ def test_learning(live: tuple[Any, str, Path]) -> None:
     changed = httpx.post(f"{url}/v1/peagle/drafter", json={"version": 1}, timeout=60)
     assert changed.status_code == 200
     assert changed.json()["engines"] == {"replica-0": 1, "replica-1": 1}
-    wait_for(lambda: learners(log, "worker ready") == 2)
+    wait_for(lambda: count_trainer_events(log, "worker ready") == 2)
     assert {load.engine for load in EngineLoad.read_all(folder)} == {"replica-0", "replica-1"}
-    assert ready(url) == 2
+    assert ready_workers(url) == 2
 
 
-def learners(log: Path, event: str) -> int:
-    """How often this was logged of the trainer."""
+def count_trainer_events(log: Path, event: str) -> int:
+    """Count log lines of this event for the trainer."""
     return sum(line.get("worker") == "learner" for line in log_events(log, event))
 
 
@@ -200,7 +201,7 @@ def read_learner_pid(log: Path) -> int:
     return int(started[-1]["pid"])
 
 
-@pytest.mark.slow  # test_engine_process.py kills one of two replicas, too.
+@pytest.mark.slow  # test_engine_process.py covers a killed replica as well.
 def test_sigkill_under_load(live: tuple[Any, str, Path]) -> None:
     """Only streams of the killed replica fail, and it is restarted."""
     _, url, log = live
@@ -210,7 +211,7 @@ def test_sigkill_under_load(live: tuple[Any, str, Path]) -> None:
     time.sleep(2)
     child = victim["pid"]
     os.kill(child, signal.SIGKILL)
-    wait_for(lambda: status(url)["restarts"] == restarts + 1 and ready(url) == 2, 120)
+    wait_for(lambda: status(url)["restarts"] == restarts + 1 and ready_workers(url) == 2, 120)
     time.sleep(1)
     load.stop()
     assert not is_alive(child)
@@ -232,7 +233,7 @@ def test_sigkill_under_load(live: tuple[Any, str, Path]) -> None:
 
 
 def test_the_processes_end_with_a_killed_server(live: tuple[Any, str, Path]) -> None:
-    """It must be the last test of this file. test_http_workers.py sends SIGTERM."""
+    """The last test of this file, as it ends the server. test_http_workers.py sends SIGTERM."""
     process, _, log = live
     pids = descendants(process.pid)
     assert len(pids) >= 4  # a guard and an engine for each replica

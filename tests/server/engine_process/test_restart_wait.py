@@ -1,4 +1,4 @@
-"""Requests that arrive while the engine process is replaced: they wait for the next one."""
+"""Requests that arrive while the engine process is replaced wait for the next process."""
 
 import asyncio
 import json
@@ -38,29 +38,30 @@ BODIES: list[dict[str, Any]] = [
 
 
 def set_running(engines: EngineClient, is_running: bool) -> None:
-    """What the supervisor reports when the process ends, or when the next one is started."""
+    """Report the end of the process, or the start of the next one, like the supervisor."""
     address = engines.pool.connections["engine"].state.address
     engines.pool.update(ServerState([EngineState("engine", address, is_running)]))
 
 
-def test_they_are_answered_by_the_next_process() -> None:
+def test_waiting_requests_are_answered_by_the_next_process() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         engines = backend.engines
         set_running(engines, False)
         asked = [asyncio.create_task(ask(client, **body)) for body in BODIES]
-        await until(lambda: engines.pool.waiting == len(BODIES) + 2)  # One of them is for three.
+        # One body asks for three choices.
+        await until(lambda: engines.pool.waiting == len(BODIES) + 2)
         assert not backend.is_healthy and (await client.get("/health")).status_code == 503
         for path, body in (("/tokenize", {"prompt": "w6"}), ("/detokenize", {"tokens": [6]})):
             reply = await client.post(path, json=body)
             assert reply.status_code == 503 and reply.headers["retry-after"] == "2"
         refused = await ask(client, code=400, max_tokens=100_000, peagle={"k": 99})
-        assert refused["error"]["type"] == "invalid_request_error"  # At once.
+        assert refused["error"]["type"] == "invalid_request_error"  # without waiting
         await asyncio.sleep(0.2)
         set_running(engines, True)
         await asyncio.gather(*asked)
         assert engines.pool.waiting == 0
         page = (await client.get("/metrics")).text
-        assert first_token_seconds(page) > 0.2, "the wait is part of the latency"
+        assert first_token_seconds(page) > 0.2, "the waiting time counts as latency"
 
     served(test)
 
@@ -70,7 +71,7 @@ def first_token_seconds(page: str) -> float:
     return max(float(line.split()[-1]) for line in lines)
 
 
-def test_no_more_than_the_queue_holds() -> None:
+def test_waiting_requests_are_limited_by_the_queue() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         engines = backend.engines
         set_running(engines, False)
@@ -84,14 +85,14 @@ def test_no_more_than_the_queue_holds() -> None:
         full = await client.post(CHAT, json={"messages": HELLO})
         assert full.status_code == 429 and full.headers["retry-after"] == "1"
         set_running(engines, True)
-        for reply in await asyncio.gather(*waiting):  # More than a batch, and none is refused.
+        for reply in await asyncio.gather(*waiting):  # more than a batch, and none is refused
             assert reply["usage"]["completion_tokens"] == 8
 
     served(test, max_batch=1, max_queue=3)
 
 
 @pytest.mark.parametrize("end", ["failed", "closed"])
-def test_they_are_told_when_there_is_no_next_process(end: str) -> None:
+def test_waiting_requests_fail_without_a_next_process(end: str) -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         engines = backend.engines
         set_running(engines, False)
@@ -109,7 +110,7 @@ def test_they_are_told_when_there_is_no_next_process(end: str) -> None:
 
 
 @pytest.mark.parametrize("limit", ["of the server", "of the request"])
-def test_they_wait_for_some_time(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_waiting_time_is_limited(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {}
     if limit == "of the server":
         monkeypatch.setattr(engine_client, "RESTART_WAIT_SECONDS", 0.3)
@@ -144,7 +145,7 @@ def test_a_process_that_ends_while_a_request_is_prepared() -> None:
     served(test)
 
 
-def test_a_client_that_leaves_and_a_server_that_stops() -> None:
+def test_waiting_requests_end_with_a_disconnect_or_shutdown() -> None:
     backend = make_backend(drain_seconds=60)
     body = json.dumps({"messages": HELLO}).encode()
     head = (
@@ -161,7 +162,7 @@ def test_a_client_that_leaves_and_a_server_that_stops() -> None:
         connections.pop().close()
         wait_for(lambda: pool.waiting == 1)
         server.handle_exit(signal.SIGTERM, None)
-        status, reply = read_reply(connections[0])  # Long before the end of the drain.
+        status, reply = read_reply(connections[0])  # long before the end of the drain
         assert status == 503 and b"shutting down" in reply
         wait_for(lambda: server.should_exit)
         connections[0].close()

@@ -1,4 +1,4 @@
-"""The driver's thread: CUDA graphs that the start has left are captured while nobody waits."""
+"""The driver thread captures CUDA graphs that are left after the start while the engine is idle."""
 
 import threading
 from typing import Any

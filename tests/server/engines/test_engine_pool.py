@@ -1,4 +1,4 @@
-"""The pool of engines: built beside the others, freed when evicted, given up when hopeless."""
+"""The engine pool: concurrent builds, freed memory after eviction, failures that end the pool."""
 
 import asyncio
 import gc
@@ -21,7 +21,7 @@ SCORED: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 0, "tempera
 
 
 @pytest.fixture
-def no_collector() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield
@@ -30,7 +30,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.fixture
 def scoring(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Prompts are scored while it is set; else their jobs take turns, and wait."""
+    """Prompts are scored only while this event is set; otherwise the jobs yield and wait."""
     may_score = threading.Event()
     real = prompt_logprobs.score_prompt
 
@@ -53,7 +53,9 @@ def builds_of(backend: EngineBackend) -> Any:
 # --- extra engines --------------------------------------------------------------------------------
 
 
-def test_others_are_answered_while_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_are_answered_while_an_engine_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     go = threading.Event()
     builds: list[Any] = []
 
@@ -69,13 +71,15 @@ def test_others_are_answered_while_an_engine_is_built(monkeypatch: pytest.Monkey
         expected = (await ask(client))["choices"]
         waiting = [asyncio.create_task(ask(client, peagle={"k": 1})) for _ in range(3)]
         await until(lambda: builds)
-        waiting[0].cancel()  # A client that leaves does not stop the build for the others.
+        waiting[0].cancel()  # The disconnect of a client does not stop the build for the others.
         answer = await asyncio.wait_for(ask(client), 60)
         assert answer["choices"] == expected
         assert (await client.get("/health")).status_code == 200
         other = asyncio.create_task(ask(client, peagle={"k": 2}))
         await until(lambda: len(builds_of(backend)) == 2)
-        error = (await ask(client, code=503, peagle={"k": 4}))["error"]  # Two builds at most.
+        error = (await ask(client, code=503, peagle={"k": 4}))[
+            "error"
+        ]  # At most two builds run at the same time.
         assert "busy" in error["message"]
         go.set()
         for task in (*waiting[1:], other):
@@ -98,8 +102,8 @@ def test_failed_build_is_an_error_of_its_request(monkeypatch: pytest.MonkeyPatch
     served(test)
 
 
-def test_failed_build_leaves_nothing_in_memory(
-    monkeypatch: pytest.MonkeyPatch, no_collector: None
+def test_failed_build_frees_its_memory(
+    monkeypatch: pytest.MonkeyPatch, without_garbage_collection: None
 ) -> None:
     parts: list[ref[Any]] = []
 
@@ -131,8 +135,8 @@ def test_failed_build_leaves_nothing_in_memory(
     ],
     ids=["whole", "streamed", "choices", "scored", "refused"],
 )
-def test_evicted_engine_is_freed_without_the_collector(
-    how: dict[str, Any], no_collector: None
+def test_evicted_engine_is_freed_without_garbage_collection(
+    how: dict[str, Any], without_garbage_collection: None
 ) -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         engines = backend.engines
@@ -144,7 +148,8 @@ def test_evicted_engine_is_freed_without_the_collector(
         del stepper
         await ask(client, peagle={"k": 2})
         assert [reference() for reference in memory] == [None] * 3
-        assert "logit_bias" in how or engine() is None  # An error's traceback may be in a cycle.
+        # The traceback of an error may be part of a reference cycle.
+        assert "logit_bias" in how or engine() is None
 
     served(test, max_extra=1)
 
@@ -152,7 +157,7 @@ def test_evicted_engine_is_freed_without_the_collector(
 # --- scoring --------------------------------------------------------------------------------------
 
 
-def test_scorings_count_in_the_queue(scoring: threading.Event) -> None:
+def test_scoring_jobs_count_towards_the_queue(scoring: threading.Event) -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body = {"prompt": WORDS} | SCORED
         posts = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(30)]
@@ -165,7 +170,7 @@ def test_scorings_count_in_the_queue(scoring: threading.Event) -> None:
         refused = [reply for reply in replies if reply.status_code == 429]
         assert {reply.headers["retry-after"] for reply in refused} == {"1"}
         assert any("the queue holds 4" in reply.text for reply in refused)
-        # All prompts of a body are counted, and a generation is not refused because of them.
+        # All prompts of a body are counted, but they do not count for generation requests.
         scored = asyncio.create_task(ask(client, TEXT, prompt=[WORDS] * 3, **SCORED))
         await until(lambda: backend.engines.driver.long_jobs == 3)
         page = (await client.get("/metrics")).text
@@ -179,10 +184,10 @@ def test_scorings_count_in_the_queue(scoring: threading.Event) -> None:
     served(test, max_queue=4)
 
 
-def test_scorings_hold_little_kv_at_once(
+def test_scoring_jobs_have_a_limit_of_kv_tokens(
     monkeypatch: pytest.MonkeyPatch, scoring: threading.Event
 ) -> None:
-    """Jobs wait, in their order, while those under way hold as many tokens as are allowed."""
+    """Jobs wait in order while the running ones have as many tokens as the limit allows."""
     monkeypatch.setattr(driver, "MAX_LONG_JOB_TOKENS", 250)
     monkeypatch.setattr(prompt_logprobs, "ROWS_PER_PART", 20)
     real = prompt_logprobs.score_part
@@ -246,7 +251,8 @@ def test_a_failed_step_of_the_main_engine_ends_the_pool(monkeypatch: pytest.Monk
         assert "started again" in (await client.get("/health")).json()["error"]["message"]
         waiting.append(asyncio.create_task(ask(client, code=503)))
         await until(lambda: backend.engines.pool.waiting == 2)
-        backend.engines.fail("no other process")  # Until then, the requests wait for one.
+        # Until then, the requests wait for another process.
+        backend.engines.fail("no other process")
         await asyncio.gather(*waiting)
         pool.main.engine.close()
 
@@ -255,7 +261,7 @@ def test_a_failed_step_of_the_main_engine_ends_the_pool(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("how", ["build", "score"])
 def test_a_device_lost_by_a_job_ends_the_pool(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine is built, or a prompt is scored, while no engine has a step to run."""
+    """The device is lost while an engine is built or a prompt is scored, without a running step."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         pool = thread_engines(backend).engine_pool

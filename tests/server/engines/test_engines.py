@@ -1,4 +1,4 @@
-"""The engines of a server: which one a request gets, how many there are, their counters."""
+"""The engines of a server: selection for a request, their number, their counters."""
 
 import asyncio
 import time
@@ -63,7 +63,7 @@ def test_methods_agree_and_can_be_traced() -> None:
 
 
 def test_only_the_main_engine_drafts_trees() -> None:
-    """A request that names a method or a K gets chains."""
+    """A request with its own method or K is drafted with chains."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         plain = (await ask(client, peagle={"method": "none"}))["choices"]
@@ -76,14 +76,14 @@ def test_only_the_main_engine_drafts_trees() -> None:
     served(test, tree=12)
 
 
-def test_trees_need_the_servers_drafter() -> None:
+def test_trees_need_the_drafter_of_the_server() -> None:
     pair = tiny_pair().pair
     with pytest.raises(UserError, match="need a p-eagle drafter"):
         choose_method(replace(SETTINGS, method=None, tree=12), replace(pair, method="eagle3"))
 
 
 def test_extra_engines_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra_engines, "MIN_IDLE_SECONDS", 60.0)  # The machine may be slow.
+    monkeypatch.setattr(extra_engines, "MIN_IDLE_SECONDS", 60.0)  # allows for a slow machine
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         await ask(client, peagle={"k": 1})
@@ -131,13 +131,13 @@ def test_engine_stays_open_while_a_request_is_prepared(monkeypatch: pytest.Monke
         backend.engines.extra["p-eagle", 2].last_used = 0
         stream, _ = await backend.engines.add(closed, [6], GenerationParams(max_tokens=1))
         await until(lambda: any(piece.reason for piece in stream.poll()))
-        assert list(backend.engines.extra) == [("p-eagle", 1)]  # It was built again.
+        assert list(backend.engines.extra) == [("p-eagle", 1)]  # the engine was rebuilt
 
     served(test, max_extra=1)
 
 
 def test_counters_never_go_down() -> None:
-    """The counts of an engine that was closed are shown with those of the others."""
+    """The counts of closed engines are included in the totals."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         pool = thread_engines(backend).engine_pool

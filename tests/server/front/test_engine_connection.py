@@ -1,4 +1,4 @@
-"""EngineConnection: one engine process as a front sees it."""
+"""EngineConnection: the connection of a web server process to an engine process."""
 
 import asyncio
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def make_request(number: int) -> FrontRequest:
     )
 
 
-def test_an_answer_that_cannot_be_decoded_leaves_the_others_alone() -> None:
+def test_a_detokenization_error_ends_only_its_request() -> None:
     async def main() -> None:
         connection = EngineConnection("engine", lambda target: None)
         sent = FrontBatch()

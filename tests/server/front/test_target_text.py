@@ -1,4 +1,4 @@
-"""A front tokenizes without torch, and with the same result as with it."""
+"""A web server process tokenizes without torch, with the same result as with torch."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from tests.support.models.byte_level import byte_level_tokenizer
 from tests.support.server.front_text import SENTENCE, front_text
 from tests.support.server.serving import tiny_folder, word_tokenizer
 
-# A program that loads a tokenizer, which fails while transformers does not find torch.
+# Loads a tokenizer, which fails if transformers does not find torch.
 NEEDS_TORCH = """
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ print(tokenizer("w6 w9")["input_ids"], "torch" in sys.modules)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Tokenizers of words, of bytes, and one that is a Python program."""
+    """Tokenizers of words and bytes, and one implemented in Python."""
     root = tmp_path_factory.mktemp("tokenizers")
     word_tokenizer().save_pretrained(root / "words")
     byte_level_tokenizer().save_pretrained(root / "bytes")
@@ -78,10 +78,10 @@ def test_a_tokenizer_that_needs_torch(folders: list[Path]) -> None:
     assert run("-c", NEEDS_TORCH, str(folders[0])) == "[6, 9] True\n"
 
 
-def test_an_early_tokenizer_is_that_of_the_engine(
+def test_a_preloaded_tokenizer_is_checked_against_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine may have loaded another folder than expected, or start again with new files."""
+    """The engine may load another folder than expected, or new files after a restart."""
     loaded: list[Path] = []
 
     def load(folder: Path) -> Any:

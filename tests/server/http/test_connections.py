@@ -82,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def watched(count: int = 1, max_open: int = 100) -> tuple[Connections, list[Any]]:
+def open_connections(count: int = 1, max_open: int = 100) -> tuple[Connections, list[Any]]:
     """Connections with a time limit of 10 s for waiting and of 60 s for an answer."""
     watcher = Connections(replace(SETTINGS, body_timeout=10.0), max_open)
     protocols = [FakeProtocol() for _ in range(count)]
@@ -91,8 +91,8 @@ def watched(count: int = 1, max_open: int = 100) -> tuple[Connections, list[Any]
     return watcher, protocols
 
 
-def test_half_sent_headers_get_a_408(clock: list[float]) -> None:
-    watcher, (silent, slow, busy) = watched(3)
+def test_incomplete_headers_get_a_408(clock: list[float]) -> None:
+    watcher, (silent, slow, busy) = open_connections(3)
     slow.buffered_bytes = 5
     busy.cycle = FakeCycle()
     clock[0] += 9
@@ -106,7 +106,7 @@ def test_half_sent_headers_get_a_408(clock: list[float]) -> None:
 
 
 def test_the_time_counts_from_the_last_response(clock: list[float]) -> None:
-    watcher, (protocol,) = watched()
+    watcher, (protocol,) = open_connections()
     protocol.cycle = FakeCycle()
     clock[0] += 100
     watcher.sweep()
@@ -121,7 +121,7 @@ def test_the_time_counts_from_the_last_response(clock: list[float]) -> None:
 
 
 def test_a_client_that_does_not_read_is_aborted(clock: list[float]) -> None:
-    watcher, (stalled, slow) = watched(2)
+    watcher, (stalled, slow) = open_connections(2)
     for protocol in (stalled, slow):
         protocol.cycle = FakeCycle()
         protocol.transport.unsent = 1000
@@ -132,9 +132,9 @@ def test_a_client_that_does_not_read_is_aborted(clock: list[float]) -> None:
     assert stalled.transport.aborted and not slow.transport.aborted
 
 
-def test_a_closing_connection_is_aborted_in_the_end(clock: list[float]) -> None:
-    """`close` waits for the client to read everything: one byte a second is no reason to wait."""
-    watcher, (slow,) = watched()
+def test_a_closing_connection_is_eventually_aborted(clock: list[float]) -> None:
+    """`close` waits until the client has read everything, so slow reading must have a limit."""
+    watcher, (slow,) = open_connections()
     slow.transport.closing = True
     slow.transport.unsent = 1000
     for _ in range(70):
@@ -144,8 +144,8 @@ def test_a_closing_connection_is_aborted_in_the_end(clock: list[float]) -> None:
     assert slow.transport.aborted
 
 
-def test_the_longest_idle_connection_makes_room() -> None:
-    watcher, protocols = watched(3, max_open=3)
+def test_the_longest_idle_connection_is_closed_at_the_limit() -> None:
+    watcher, protocols = open_connections(3, max_open=3)
     protocols[0].cycle = FakeCycle()  # in progress
     newest = FakeProtocol()
     watcher.opened(newest)
@@ -161,7 +161,7 @@ def test_the_longest_idle_connection_makes_room() -> None:
 
 
 def test_the_descriptor_limit_is_raised() -> None:
-    """In a process of its own: a limit that was lowered here would stay."""
+    """Runs in a separate process, because a lowered limit would remain in effect."""
     code = (
         "import resource; from peagle.server.http.connections import raise_descriptor_limit as r;"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
@@ -173,7 +173,7 @@ def test_the_descriptor_limit_is_raised() -> None:
     assert limit == soft == min(hard, 1 << 16) if hard > 0 else soft == 1 << 16
 
 
-def test_connections_leave_descriptors_for_the_rest() -> None:
+def test_connections_leave_descriptors_for_other_files() -> None:
     assert connection_limit(SETTINGS, 1024) == 1024 - 256
     assert (
         connection_limit(replace(SETTINGS, method=None, kv_tokens=None, engine="vllm"), 1024)
@@ -185,7 +185,7 @@ def test_connections_leave_descriptors_for_the_rest() -> None:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What a server sends until it closes the connection, however it does."""
+    """Read until the server closes or resets the connection."""
     data = b""
     try:
         while chunk := connection.recv(1 << 16):
@@ -218,13 +218,13 @@ def test_slow_headers_on_a_socket(http: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def incomplete_requests(server: Server) -> int:
-    """Connections that have sent all of INCOMPLETE; h11's protocol does not tell."""
+    """Count connections that have sent all of INCOMPLETE; every connection counts with h11."""
     size = sum(map(len, INCOMPLETE))
     protocols = list(server.connections.states)
     return sum(getattr(protocol, "buffered_bytes", size) == size for protocol in protocols)
 
 
-def test_idle_connections_do_not_keep_others_out() -> None:
+def test_idle_connections_do_not_block_other_clients() -> None:
     with running(make_backend()) as (server, url):
         server.connections.max_open = 20
         port = int(url.rpartition(":")[2])
@@ -239,7 +239,7 @@ def test_idle_connections_do_not_keep_others_out() -> None:
 
 
 def unread_request(url: str, body: dict[str, Any]) -> socket.socket:
-    """A connection with a small window whose client asks and does not read."""
+    """Send a request on a connection with a small receive buffer, without reading the answer."""
     content = json.dumps(body).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
@@ -251,14 +251,14 @@ def unread_request(url: str, body: dict[str, Any]) -> socket.socket:
 
 
 def shrink_send_buffers(server: Server) -> None:
-    """Let the kernel keep little of what a client does not read."""
+    """Limit the unread bytes that the kernel buffers for a client."""
     listener = server.servers[0].sockets[0]
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_clients_that_never_read_are_disconnected(stream: bool) -> None:
-    """Also those whose answer is complete: closing a connection waits for unsent data."""
+    """This includes clients with a complete answer: closing a connection waits for unsent data."""
     front = make_backend()
     with running(front) as (server, url):
         shrink_send_buffers(server)
@@ -271,7 +271,7 @@ def test_clients_that_never_read_are_disconnected(stream: bool) -> None:
         stalled.close()
 
 
-def test_an_unread_stream_keeps_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_stream_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "MAX_UNREAD_PIECES", 50)
     monkeypatch.setattr(answer, "MAX_UNREAD_PIECES_PER_CHOICE", 1)
     front = make_backend()
@@ -284,9 +284,11 @@ def test_an_unread_stream_keeps_few_pieces(monkeypatch: pytest.MonkeyPatch) -> N
         stalled.close()
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the system has no TCP_INFO")
-def test_what_a_slow_client_reads_counts_as_progress(clock: list[float]) -> None:
-    """Our own buffer may be as full as before, while the client reads what the system holds."""
+@pytest.mark.skipif(
+    not hasattr(socket, "TCP_INFO"), reason="TCP_INFO is not supported by this system"
+)
+def test_bytes_read_by_a_slow_client_count_as_progress(clock: list[float]) -> None:
+    """The client may read from the kernel's buffer while the buffer of the server stays full."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         server, _ = listener.accept()
@@ -307,7 +309,7 @@ def test_what_a_slow_client_reads_counts_as_progress(clock: list[float]) -> None
             swept.sweep()
             server.sendall(b"x" * 1000)
             client.recv(1000)
-            # It is acknowledged a little later.
+            # The client acknowledges the bytes later.
             wait_for(lambda count=delivered: delivered_bytes(protocol) == count)
             clock[0] += 8
         swept.sweep()

@@ -1,4 +1,4 @@
-"""Errors as clients see them: status, OpenAI's layout, no traceback; and nothing leaks."""
+"""Errors as clients see them: status, OpenAI's format, no internal details."""
 
 import asyncio
 import json
@@ -117,7 +117,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def test_bad_values_are_400() -> None:
+def test_invalid_values_are_400() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         for name, (path, body, words) in BAD.items():
             base: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "w6"}
@@ -157,7 +157,7 @@ RAW = {
 }
 
 
-def test_bad_bodies() -> None:
+def test_malformed_bodies_are_400() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         headers = {"content-type": "application/json"}
         for name, (body, words) in RAW.items():
@@ -173,7 +173,7 @@ def test_bad_bodies() -> None:
     served(test)
 
 
-def test_long_bodies() -> None:
+def test_long_bodies_are_413() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         body = json.dumps({"messages": HELLO, "x": "a" * 2000})
         headers = {"content-type": "application/json"}
@@ -202,7 +202,7 @@ def test_unknown_paths_models_and_methods() -> None:
     served(test)
 
 
-def test_keys() -> None:
+def test_api_keys() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         body = {"messages": HELLO, "max_tokens": 2}
         for path in (CHAT, "/invocations", "/tokenize", "/v1/models/x"):
@@ -240,7 +240,7 @@ def test_request_ids() -> None:
     served(test)
 
 
-def test_a_full_queue_is_429_and_leaves_nothing() -> None:
+def test_a_full_queue_is_429() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         assert front.engines.main is not None
         engine = front.engines.main.engine
@@ -259,7 +259,7 @@ def test_a_full_queue_is_429_and_leaves_nothing() -> None:
     served(test, max_queue=3)
 
 
-def test_several_choices_of_which_one_does_not_fit_the_queue() -> None:
+def test_a_request_with_more_choices_than_queue_slots_is_429() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         assert front.engines.main is not None
         scheduler = front.engines.main.engine.loop.scheduler
@@ -278,11 +278,11 @@ def test_loading_is_503() -> None:
     async def main() -> None:
         go = threading.Event()
 
-        def slowly() -> Any:
+        def load_slowly() -> Any:
             go.wait(60)
             return tiny_pair()
 
-        front = make_backend(slowly)
+        front = make_backend(load_slowly)
         async with client_of(front, ready=False) as client:
             for path in ("/health", "/ping"):
                 assert "loading" in error_of(await client.get(path), 503)["message"]
@@ -313,7 +313,7 @@ def test_a_pair_that_cannot_be_loaded_is_a_failure() -> None:
     asyncio.run(main())
 
 
-def test_time_limit() -> None:
+def test_the_time_limit_is_504() -> None:
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
         front.engines.settings = SETTINGS  # The engine may accept a request late.
         with paused(front):
@@ -334,7 +334,7 @@ def test_an_unexpected_error_is_500_without_details(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def restored() -> Iterator[None]:
+def restored_loggers() -> Iterator[None]:
     """Restore the loggers: the stderr of a test is closed when it ends."""
     yield
     for name in ("peagle.server", "uvicorn.error"):
@@ -343,13 +343,17 @@ def restored() -> Iterator[None]:
         logger.propagate = True
 
 
-def test_logs_have_no_prompts(restored: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs_have_no_prompts(restored_loggers: None, capfd: pytest.CaptureFixture[str]) -> None:
     from peagle.server.http.logs import set_up_logging
 
     set_up_logging()
 
     async def test(client: httpx.AsyncClient, front: EngineBackend) -> None:
-        for quiet in ("/health", "/metrics", "/v1/peagle/status"):  # asked every few seconds
+        for quiet in (
+            "/health",
+            "/metrics",
+            "/v1/peagle/status",
+        ):  # Health checks arrive every few seconds.
             assert (await client.get(quiet)).status_code == 200
         body = {"prompt": "w6 w77", "max_tokens": 4, "ignore_eos": True}
         await client.post(TEXT, json=body, headers={"x-request-id": "seen"})
@@ -378,12 +382,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("changes", MISTAKES.values(), ids=MISTAKES.keys())
-def test_settings_are_checked(changes: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="`"):
         replace(SETTINGS, **changes)
 
 
-def test_names() -> None:
+def test_served_model_names() -> None:
     assert ServerSettings().model_names[0] == "smollm2-135m"
     assert ServerSettings(served_model_names=("a", "b")).model_names == ("a", "b")
     assert (

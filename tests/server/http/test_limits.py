@@ -1,4 +1,4 @@
-"""Bodies of many wrong items, many values or much memory: refused early, at the first error."""
+"""Bodies with many invalid items, many values or much memory are refused early."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ WRONG_LISTS: list[tuple[type[RequestModel], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "body"), WRONG_LISTS)
-def test_validation_stops_at_the_first_wrong_item(
+def test_validation_stops_at_the_first_invalid_item(
     model: type[RequestModel], body: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -76,7 +76,7 @@ def test_a_large_logit_bias_is_accepted() -> None:
     assert request.logit_bias == dict.fromkeys(range(30000), -100.0)
 
 
-def test_errors_name_the_field_briefly() -> None:
+def test_field_names_in_errors_are_shortened() -> None:
     name = "a" * MANY
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": "a", "logit_bias": {name: 1}})
@@ -108,7 +108,7 @@ def test_the_memory_of_bodies_has_a_limit() -> None:
 
 
 def test_bodies_return_their_memory() -> None:
-    """Many large bodies in a row, and some that are refused, leave room for the next ones."""
+    """After many large and some refused bodies, there is memory for further bodies."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         padding = "x" * (1 << 20)
@@ -125,7 +125,7 @@ def test_bodies_return_their_memory() -> None:
         served(test, max_body_mb=2)
 
 
-def test_large_wrong_bodies_get_one_error() -> None:
+def test_large_invalid_bodies_get_one_error() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for path, body in ((TEXT, {"prompt": [{}] * MANY}), (CHAT, {"messages": [1] * MANY})):
             content = json.dumps(body)

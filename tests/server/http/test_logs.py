@@ -1,4 +1,4 @@
-"""Log lines hold no character that a terminal acts upon."""
+"""Log lines contain no control characters of terminals."""
 
 import json
 import logging

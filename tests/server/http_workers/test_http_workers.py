@@ -1,4 +1,4 @@
-"""`peagle serve --http-workers 2`: two web server processes, one socket, one engine process."""
+"""`peagle serve --http-workers 2`: two web servers ("fronts"), one socket, one engine process."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def control(server: LiveServer, text: str) -> None:
 
 
 def both_answer(server: LiveServer) -> bool:
-    """Connections go to either front, which may learn later than the other of a new engine."""
+    """Whether both fronts answer; one may connect to a new engine later than the other."""
     before = len(server.log)
     if any(short_answer(server) != 200 for _ in range(4)):
         return False
@@ -79,13 +79,13 @@ def pids(server: LiveServer, event: str) -> list[int]:
 
 
 def engine_pid(server: LiveServer) -> int:
-    """Of the first engine process."""
+    """The pid of the first engine process."""
     pid: int = server.log_line("worker ready", worker="engine")["pid"]
     return pid
 
 
 class Streams:
-    """Streams on threads; `ends` says how each of them ended."""
+    """Requests streams on threads; `ends` contains the end of each stream."""
 
     def __init__(self, server: LiveServer, count: int) -> None:
         self.server = server
@@ -115,22 +115,22 @@ class Streams:
         return sorted(self.ends.values())
 
 
-def spread(server: LiveServer, count: int = 8) -> Streams:
-    """Streams that have begun."""
+def begun_streams(server: LiveServer, count: int = 8) -> Streams:
+    """Start streams and wait until each has begun."""
     streams = Streams(server, count)
     wait_for(lambda: all(streams.tokens))
     return streams
 
 
-def spread_over_both(server: LiveServer, fronts: list[int]) -> Streams:
-    """Slow streams of which both fronts have some: which front accepts one is chance.
+def streams_on_both_fronts(server: LiveServer, fronts: list[int]) -> Streams:
+    """Start slow streams until both fronts have some: the front of a connection is random.
 
-    A front may close the connections of earlier requests late. Then the streams seem too few.
+    A front may close connections of earlier requests late, so that the count of streams is too low.
     """
     for _ in range(20):
         before = [open_sockets(front) for front in fronts]
         control(server, "slow 0.3")
-        streams = spread(server)
+        streams = begun_streams(server)
         counts = [open_sockets(front) - n for front, n in zip(fronts, before, strict=True)]
         if all(count > 0 for count in counts) and sum(counts) == 8:
             return streams
@@ -164,23 +164,23 @@ def test_metrics_are_summed(server: LiveServer) -> None:
         reply = httpx.post(server.url + TEXT, json=body, headers=KEY, timeout=60)
         assert reply.json()["usage"]["completion_tokens"] == 5
 
-    def are_counted() -> bool:  # A front counts and logs an answer when all of it is sent.
+    def are_counted() -> bool:  # A front counts and logs an answer after it is sent completely.
         lines = [line for line in server.log if line["event"] == "request" and line["path"] == TEXT]
         tokens = [line["completion_tokens"] for line in lines if line["status"] == 200]
-        wanted = [len(tokens), len(tokens), sum(tokens)]
-        return tokens.count(5) == 10 and [metric(server, name) for name in names] == wanted
+        expected = [len(tokens), len(tokens), sum(tokens)]
+        return tokens.count(5) == 10 and [metric(server, name) for name in names] == expected
 
-    wait_for(lambda: all(are_counted() for _ in range(6)))  # Whichever front answers.
+    wait_for(lambda: all(are_counted() for _ in range(6)))  # from both fronts
     assert httpx.post(server.url + TEXT, json=LONG, timeout=60).status_code == 401
 
 
-def test_metrics_need_no_space_later(server: LiveServer) -> None:
-    """A write to a hole of a mapped file would kill a front when the disk is full."""
+def test_metric_files_are_allocated_in_advance(server: LiveServer) -> None:
+    """On a full disk, a write to an unallocated part of a mapped file would kill a front."""
     environment = Path(f"/proc/{pids(server, 'front ready')[0]}/environ").read_bytes()
     name = b"PROMETHEUS_MULTIPROC_DIR="
     folder = next(v for v in environment.split(b"\0") if v.startswith(name)).removeprefix(name)
     files = [file.stat() for file in Path(os.fsdecode(folder)).glob("*.db")]
-    assert len(files) >= 4  # Two kinds of metrics for each of two fronts.
+    assert len(files) >= 4  # two kinds of metrics for each of two fronts
     assert all(512 * file.st_blocks >= file.st_size for file in files)
 
 
@@ -192,8 +192,8 @@ def test_only_the_engine_loads_torch(server: LiveServer) -> None:
     assert with_torch == [engine_pid(server)]
 
 
-def test_learning(server: LiveServer) -> None:
-    """Any front changes the version. The key has opted out, and is not in any file or command."""
+def test_versions_are_changed_through_any_front(server: LiveServer) -> None:
+    """The key has opted out of learning, and must not appear in any file or command line."""
     server.log_line("worker ready", worker="learner")
     root: Path = server.control.parent  # type: ignore[attr-defined]
     folder = LearnFolder(root / "learn")
@@ -208,7 +208,7 @@ def test_learning(server: LiveServer) -> None:
             shown = httpx.get(url, headers=KEY, timeout=60).json()
             return shown["engines"] == {"engine": number} == {"engine": shown["current"]["number"]}
 
-        wait_for(lambda: all(is_shown() for _ in range(4)))  # Connections go to either front.
+        wait_for(lambda: all(is_shown() for _ in range(4)))  # from both fronts
     assert list(read_documents(folder)) == []
     written = b"".join(read_file(path) for path in folder.root.rglob("*"))
     commands = [
@@ -218,29 +218,29 @@ def test_learning(server: LiveServer) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file, which may be renamed meanwhile; none of a folder."""
+    """The content of a file, or nothing if it is a folder or was renamed meanwhile."""
     with suppress(OSError):
         return path.read_bytes()
     return b""
 
 
-def test_a_front_is_killed(server: LiveServer) -> None:
-    """Its connections are lost, and its requests aborted. The others are answered."""
+def test_a_killed_front_is_restarted(server: LiveServer) -> None:
+    """Connections of the killed front are lost and its requests aborted; others are answered."""
     fronts = pids(server, "front started")
-    streams = spread_over_both(server, fronts)
+    streams = streams_on_both_fronts(server, fronts)
     os.kill(fronts[0], signal.SIGKILL)
     control(server, "")
     ends = streams.join()
     assert set(ends) <= {"cut", "length"} and 1 <= ends.count("cut") < 8, ends
-    until_idle(server)  # The other front answers until the new one can.
+    until_idle(server)  # The other front answers until the new one is ready.
     wait_for(lambda: short_answer(server) == 200 and len(pids(server, "front started")) == 3)
     wait_for(lambda: both_answer(server))
     assert metric(server, "peagle:engine_restarts_total") == 0
 
 
-def test_the_engine_is_killed(server: LiveServer) -> None:
+def test_a_killed_engine_is_restarted(server: LiveServer) -> None:
     control(server, "slow 0.3")
-    streams = spread(server)
+    streams = begun_streams(server)
     tokens = metric(server, "vllm:generation_tokens_total")
     os.kill(engine_pid(server), signal.SIGKILL)
     control(server, "")
@@ -252,12 +252,12 @@ def test_the_engine_is_killed(server: LiveServer) -> None:
         assert metric(server, "vllm:generation_tokens_total") >= tokens > 0
 
 
-def test_sigterm(server: LiveServer) -> None:
-    """Answers are finished, and no process is left. It must be the last test of this file."""
+def test_sigterm_finishes_answers_and_ends_all_processes(server: LiveServer) -> None:
+    """It ends the server, so it must be the last test of this file."""
     control(server, "slow 0.01")
-    streams = spread(server)
+    streams = begun_streams(server)
     processes = descendants(server.process.pid)
-    assert len(processes) >= 6  # The engine, two fronts, and a guard for each.
+    assert len(processes) >= 6  # the engine, two fronts, and a guard for each
     assert server.stop() == 0
     assert streams.join() == ["length"] * 8
     assert not any(map(is_alive, processes))

@@ -1,4 +1,4 @@
-"""Web servers that share a socket take equal parts of a burst of connections."""
+"""Web servers that share a socket balance a burst of connections."""
 
 import asyncio
 import errno
@@ -55,11 +55,11 @@ async def burst(address: tuple[str, int], listener: socket.socket) -> None:
     busy: list[asyncio.Transport] = []
     idle: list[asyncio.Transport] = []
     first = SharedListener(listener, lambda: Recorder(busy), range(1000))
-    other_listener = listener.dup()  # A loop watches a descriptor once.
+    other_listener = listener.dup()  # An event loop can watch a descriptor only once.
     second = share(other_listener, idle)
     clients = await connect(address, BURST)
     await wait_for_connections(busy, idle, count=BURST)
-    assert len(idle) > 0.8 * BURST, "the one with many connections takes few of the new ones"
+    assert len(idle) > 0.8 * BURST, "the server with many connections takes few new ones"
     second.close()
     clients += await connect(address, 1)
     await wait_for_connections(busy, idle, count=BURST + 1)
@@ -68,8 +68,8 @@ async def burst(address: tuple[str, int], listener: socket.socket) -> None:
     await close_all(clients, busy + idle)
 
 
-def test_a_burst_goes_to_those_with_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Pauses long enough for a machine that is busy with other work.
+def test_a_burst_goes_to_servers_with_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The pauses are long enough for a busy machine.
     monkeypatch.setattr(shared_listener, "PAUSE_SECONDS", 0.002)
     monkeypatch.setattr(shared_listener, "MAX_PAUSE_SECONDS", 2.0)
     listener = listen("127.0.0.1", 0)
@@ -84,7 +84,7 @@ def test_a_burst_goes_to_those_with_few_connections(monkeypatch: pytest.MonkeyPa
         (ConnectionAbortedError(errno.ECONNABORTED, "the client has gone"), 3600.0),
     ],
 )
-def test_accepting_goes_on_after_an_error(
+def test_accepting_continues_after_an_error(
     monkeypatch: pytest.MonkeyPatch, error: OSError, retry_seconds: float
 ) -> None:
     monkeypatch.setattr(shared_listener, "RETRY_SECONDS", retry_seconds)
@@ -139,7 +139,7 @@ def test_a_failing_connection_is_closed_and_the_next_one_accepted(error: Excepti
 
 
 class FailedServer(FrontServer):
-    """Its start fails: uvicorn's older versions return then, newer ones exit."""
+    """A server whose start fails: old versions of uvicorn return in this case, new ones exit."""
 
     def __init__(self) -> None:
         self.started = False

@@ -20,7 +20,7 @@ from peagle.server.http_workers import worker_count
         (16, "auto", "vllm", 1),
     ],
 )
-def test_beside_a_gpu(
+def test_default_with_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     cores: int,
@@ -36,7 +36,7 @@ def test_beside_a_gpu(
     ("quota", "expected"),
     [("max 100000\n", 4), ("800000 100000\n", 2), ("50000 100000\n", 1), ("unknown", 4)],
 )
-def test_with_a_quota(
+def test_default_with_a_cpu_quota(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, expected: int
 ) -> None:
     set_machine(monkeypatch, tmp_path, 16)
@@ -45,7 +45,7 @@ def test_with_a_quota(
 
 
 @pytest.mark.parametrize(("visible", "expected"), [("", 1), ("-1", 1), ("0", 4)])
-def test_with_hidden_gpus(
+def test_default_with_hidden_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, expected: int
 ) -> None:
     set_machine(monkeypatch, tmp_path, 16)
@@ -61,6 +61,6 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, cores: int) -> No
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "GPU_FILES", (tmp_path / "missing",))
     assert worker_count.default_http_workers("auto", "native") == 1

@@ -1,4 +1,4 @@
-"""A tiny pair, a folder to learn in, and engine processes that look at it often."""
+"""Fixtures: a tiny pair, a learning folder, and short polling intervals."""
 
 from pathlib import Path
 
@@ -27,5 +27,5 @@ def folder(tmp_path: Path) -> LearnFolder:
 
 
 @pytest.fixture(autouse=True)
-def fast_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_versions, "POLL_SECONDS", 0.02)

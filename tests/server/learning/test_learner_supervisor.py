@@ -1,4 +1,4 @@
-"""LearnerSupervisor: the trainer's process, and that nothing of it touches serving."""
+"""LearnerSupervisor: the trainer process, whose failures do not affect serving."""
 
 import asyncio
 import json
@@ -27,12 +27,12 @@ def status(**learn: str) -> WorkerStatus:
     return WorkerStatus(target, learn=LearnReport(drafter="/drafter", **learn))
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_API_KEY", "secret")
     statuses = [None, None, status()]
     supervisor = LearnerSupervisor(SETTINGS, tmp_path, lambda: statuses.pop(0))
     monkeypatch.setattr(learner_supervisor, "POLL_SECONDS", 0.0)
-    asyncio.run(supervisor.prepare())  # Waits for an engine that is ready.
+    asyncio.run(supervisor.prepare())  # Wait for an engine that is ready.
     spec = supervisor.launch_spec()
     assert spec.command[1:4] == ("-m", "peagle.learn.process", "folder")
     settings = learner_settings_from_json(spec.command[4])
@@ -41,16 +41,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in json.dumps([spec.command, dict(spec.environment)])
 
 
-def test_an_engine_that_does_not_learn(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_learn_is_an_error(tmp_path: Path) -> None:
     supervisor = LearnerSupervisor(SETTINGS, tmp_path, lambda: status(failure="another target"))
     with pytest.raises(UserError, match="another target"):
         asyncio.run(supervisor.prepare())
 
 
-def test_wrong_settings_are_not_tried_again(
+def test_the_trainer_is_not_restarted_after_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A usage error would come again; the server goes on without a trainer."""
+    """A usage error would repeat, so the server continues without a trainer."""
     monkeypatch.setattr(learner_supervisor, "LEARNER_MODULE", "argparse_error")
     (tmp_path / "argparse_error.py").write_text("import sys; sys.exit('x' and 2)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -61,9 +61,7 @@ def test_wrong_settings_are_not_tried_again(
     assert "the trainer is off" in [record.getMessage() for record in caplog.records]
 
 
-def test_a_trainer_that_dies_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_dies_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_supervisor, "LEARNER_MODULE", "dies")
     (tmp_path / "dies.py").write_text("import os; os.abort()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

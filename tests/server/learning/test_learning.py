@@ -50,11 +50,11 @@ def stored(folder: LearnFolder) -> list[tuple[list[int], list[int]]]:
 
 
 def tokens(words: str) -> list[int]:
-    """The ids of an answer's words."""
+    """The token ids of the words of an answer."""
     return [94 if word == "<user>" else int(word.removeprefix("w")) for word in words.split()]
 
 
-async def leave(backend: EngineBackend, prompt: list[int]) -> None:
+async def abort_request(backend: EngineBackend, prompt: list[int]) -> None:
     """Begin a request that may be stored, and abort it."""
     engines = thread_engines(backend)
     with slowed(backend, 0.01):
@@ -68,7 +68,7 @@ async def leave(backend: EngineBackend, prompt: list[int]) -> None:
 
 
 def test_answered_requests_are_stored(pair: LoadedPair, folder: LearnFolder) -> None:
-    """Those that end by themselves or by a stop string; not those that opt out or are left."""
+    """Completed answers are stored, unless the request opts out or is aborted."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         first = await ask(client, TEXT, **VARIED)
@@ -82,7 +82,7 @@ def test_answered_requests_are_stored(pair: LoadedPair, folder: LearnFolder) -> 
             reply = await client.post(path, json=body | {"model": "tiny"})
             assert reply.status_code == 200, reply.text
         await ask(client, TEXT, max_tokens=0, echo=True)
-        await leave(backend, tokens(WORDS))
+        await abort_request(backend, tokens(WORDS))
         await ask(client, TEXT, words="w9", ignore_eos=True, max_tokens=2)
         await until(lambda: learning_of(backend).report().documents == 4)
         documents = stored(folder)
@@ -100,7 +100,7 @@ def test_answered_requests_are_stored(pair: LoadedPair, folder: LearnFolder) -> 
     served(test, lambda: pair, learn=str(folder.root), learn_opt_out=("private",), **LEARN)
 
 
-def test_keys_opt_out_and_are_not_written(pair: LoadedPair, folder: LearnFolder) -> None:
+def test_keys_can_opt_out_and_are_not_written(pair: LoadedPair, folder: LearnFolder) -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for key in ("secret-a", "secret-b", "secret-a"):
             headers = {"authorization": f"Bearer {key}"}
@@ -117,7 +117,7 @@ def test_keys_opt_out_and_are_not_written(pair: LoadedPair, folder: LearnFolder)
     assert b"secret" not in written and b"somebody" not in written
 
 
-def test_no_key_reaches_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_not_passed_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(SETTINGS, learn="folder", learn_opt_out=("secret",))
     assert worker_settings(settings, {}).learn_opt_out == ()
     assert worker_settings(settings, {}).learn == "folder"
@@ -155,7 +155,7 @@ def test_the_load_file_follows_the_engine(pair: LoadedPair, folder: LearnFolder)
 def test_versions_are_swapped_while_requests_run(
     pair: LoadedPair, folder: LearnFolder, root: Path
 ) -> None:
-    """Answers stay the same, none is lost, and every engine of the method gets the version."""
+    """Answers do not change, none is lost, and every engine of the method gets the version."""
     for number in (1, 2):
         add_version(folder, pair, root, number, parent=number - 1)
 
@@ -176,7 +176,7 @@ def test_versions_are_swapped_while_requests_run(
         swapped = asyncio.Event()
         expected = await run("none", 1)
         assert len(set(expected.split())) > 10
-        await run("p-eagle", 2)  # An extra engine of the method.
+        await run("p-eagle", 2)  # builds an extra engine of the method
         with slowed(backend, 0.01):
             requests = [asyncio.create_task(run_until_swapped(k)) for k in (2, 3, 3)]
             await until(lambda: engines.main.engine.busy)  # type: ignore[union-attr]
@@ -201,7 +201,7 @@ def test_versions_are_swapped_while_requests_run(
     served(test, lambda: pair, learn=str(folder.root), **LEARN)
 
 
-def test_a_start_loads_the_current_version(
+def test_the_current_version_is_loaded_at_the_start(
     pair: LoadedPair, folder: LearnFolder, root: Path
 ) -> None:
     add_version(folder, pair, root, 1, parent=0)
@@ -215,7 +215,7 @@ def test_a_start_loads_the_current_version(
     served(test, lambda: pair, learn=str(folder.root), **LEARN)
 
 
-def test_the_endpoint(pair: LoadedPair, folder: LearnFolder, root: Path) -> None:
+def test_versions_are_changed_over_http(pair: LoadedPair, folder: LearnFolder, root: Path) -> None:
     for number in (1, 2, 3):
         add_version(folder, pair, root, number, parent=number - 1)
     (folder.versions / "0003" / "model.safetensors").write_bytes(b"broken")
@@ -249,7 +249,7 @@ def test_the_endpoint(pair: LoadedPair, folder: LearnFolder, root: Path) -> None
     served(test, lambda: pair, learn=str(folder.root), **LEARN)
 
 
-def test_metrics(pair: LoadedPair, folder: LearnFolder, root: Path) -> None:
+def test_metrics_of_learning(pair: LoadedPair, folder: LearnFolder, root: Path) -> None:
     add_version(folder, pair, root, 1, parent=0)
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
@@ -272,10 +272,10 @@ def test_metrics(pair: LoadedPair, folder: LearnFolder, root: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["target", "drafter", "current"])
-def test_a_foreign_folder_turns_learning_off(
+def test_an_incompatible_folder_turns_learning_off(
     pair: LoadedPair, folder: LearnFolder, root: Path, case: str
 ) -> None:
-    """Serving goes on, the reason is reported, and nothing in the folder changes."""
+    """Serving continues, the reason is reported, and the folder does not change."""
     folder.root.mkdir()
     if case == "target":
         identity = {"target": "other", "revision": None, "vocab_size": 96, "digest": "x"}
@@ -304,8 +304,8 @@ def test_a_foreign_folder_turns_learning_off(
     assert all(file.read_bytes() == content for file, content in before.items())
 
 
-def test_a_pair_without_a_drafter(pair: LoadedPair, folder: LearnFolder) -> None:
-    """The method is only known when the pair is loaded."""
+def test_learning_without_a_drafter_is_an_error(pair: LoadedPair, folder: LearnFolder) -> None:
+    """The method is only known after the pair is loaded."""
 
     async def main() -> str:
         bare = LoadedPair(replace(pair.pair, drafters={}, method="none"), pair.target)
@@ -339,6 +339,6 @@ def test_a_pair_without_a_drafter(pair: LoadedPair, folder: LearnFolder) -> None
         ({"learn": ""}, "must name a folder"),
     ],
 )
-def test_settings(changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ServerSettings(**{"learn": "folder"} | changes)

@@ -1,4 +1,4 @@
-"""`peagle serve --learn` with broken files, failures that end, and engines built during a swap."""
+"""`peagle serve --learn`: broken files, temporary failures, engines built during a swap."""
 
 import shutil
 import threading
@@ -27,19 +27,19 @@ def has_version(backend: EngineBackend, number: int) -> bool:
     return learning_of(backend).report().version == number
 
 
-def test_an_engine_that_was_built_during_a_swap(
+def test_the_drafter_of_an_engine_built_during_a_swap_is_replaced(
     pair: LoadedPair, folder: LearnFolder, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its drafter may be that of any version: it is replaced, whatever the engine says."""
+    """The engine may have any version, so its drafter is replaced whatever version it reports."""
     add_version(folder, pair, root, 1, parent=0)
     replaced: list[Engine] = []
     replace_drafter = Engine.replace_drafter
 
-    def replace_and_note(engine: Engine, drafter: Drafter, version: int = 0) -> None:
+    def replace_and_record(engine: Engine, drafter: Drafter, version: int = 0) -> None:
         replaced.append(engine)
         replace_drafter(engine, drafter, version)
 
-    monkeypatch.setattr(Engine, "replace_drafter", replace_and_note)
+    monkeypatch.setattr(Engine, "replace_drafter", replace_and_record)
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         engines = thread_engines(backend)
@@ -57,7 +57,7 @@ def test_an_engine_that_was_built_during_a_swap(
 def test_a_report_during_a_swap_counts_every_draft_once(
     pair: LoadedPair, folder: LearnFolder, root: Path
 ) -> None:
-    """Another thread asks for a report when the counts of the version before are kept."""
+    """Another thread requests a report while the counts of the previous version are saved."""
     add_version(folder, pair, root, 1, parent=0)
     reports: list[LearnReport] = []
 
@@ -69,7 +69,7 @@ def test_a_report_during_a_swap_counts_every_draft_once(
                 super().__setitem__(version, counts)
                 thread = threading.Thread(target=lambda: reports.append(learning.report()))
                 thread.start()
-                thread.join(0.5)  # It waits for the rest of the swap.
+                thread.join(0.5)  # The report waits for the end of the swap.
 
         await ask(client, TEXT, ignore_eos=True, max_tokens=8)
         before = learning.report().versions[0]
@@ -82,7 +82,7 @@ def test_a_report_during_a_swap_counts_every_draft_once(
     served(test, lambda: pair, learn=str(folder.root), **LEARN)
 
 
-def test_a_failure_that_has_ended_is_forgotten(
+def test_a_failure_is_cleared_after_recovery(
     pair: LoadedPair, folder: LearnFolder, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_version(folder, pair, root, 1, parent=0)
@@ -100,10 +100,11 @@ def test_a_failure_that_has_ended_is_forgotten(
         folder.current.unlink()
         await until(lambda: learning_of(backend).report().version_failure is None)
         assert await failure() is None
-        write_bytes(weights, b"broken")  # As of a disk that was lost for a while.
+        write_bytes(weights, b"broken")  # like a temporary disk failure
         set_current(folder, 1, "a test")
         await until(lambda: learning_of(backend).report().failed_version == 1)
-        write_bytes(weights, content)  # Renamed: the broken file may be mapped by a reader.
+        # The file is replaced by renaming, because a reader may have mapped it.
+        write_bytes(weights, content)
         await until(lambda: learning_of(backend).report().version == 1)
         assert await failure() is None
 
@@ -111,7 +112,7 @@ def test_a_failure_that_has_ended_is_forgotten(
 
 
 @pytest.mark.parametrize("broken", ["version.json", "events.jsonl", "root"])
-def test_broken_files_leave_serving_alone(
+def test_broken_files_do_not_affect_serving(
     pair: LoadedPair, folder: LearnFolder, root: Path, broken: str
 ) -> None:
     add_version(folder, pair, root, 1, parent=0)

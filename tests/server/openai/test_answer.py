@@ -1,4 +1,4 @@
-"""The pieces of an answer: joined per choice, and paced only while they are streamed."""
+"""The pieces of an answer are joined per choice, and paced only in streams."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ def answer_of(
 ) -> Answer:
     """An answer with `count` choices whose pieces have arrived, step by step.
 
-    `unended`: choices of which more pieces will come.
+    `unended`: choices that have not ended yet.
     """
     wakeup = SimpleNamespace(attach_loop=lambda: None, notify=lambda listener: listener())
     backend: Any = SimpleNamespace(
@@ -72,7 +72,7 @@ def test_accumulated_pieces_of_a_choice_are_joined() -> None:
     asyncio.run(main())
 
 
-def test_pieces_before_an_error_arrive_before_it() -> None:
+def test_pieces_arrive_before_a_later_error() -> None:
     async def main() -> None:
         answer = answer_of(2, 3, reason="abort")
         for index in (0, 1):
@@ -127,7 +127,7 @@ def test_an_error_ends_the_pause() -> None:
         await asyncio.sleep(0.01)
         answer.abort(ApiError(504, "late"))
         async with asyncio.timeout(60):
-            assert await waiting is not None  # What arrived before the error comes first.
+            assert await waiting is not None  # Pieces before the error come first.
             with pytest.raises(ApiError, match="late"):
                 await answer.next()
 

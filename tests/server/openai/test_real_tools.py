@@ -1,6 +1,6 @@
-"""Tool calls of the default pair: always valid where a grammar binds them, with and without drafts.
+"""Tool calls of the default pair: grammars make them valid, with and without drafts.
 
-SmolLM2's template knows no tools, so that they are described in the system message.
+SmolLM2's template does not support tools, so they are described in the system message.
 """
 
 import json
@@ -41,7 +41,7 @@ def call_of(client: Any, method: str, tool_choice: Any) -> tuple[str, str]:
     ("tool_choice", "chosen"),
     [
         pytest.param(NAMED, {"create_event"}, id="named", marks=pytest.mark.slow),
-        # The longer answer, for it chooses the tool; test_tools.py has a tiny target choose.
+        # This answer also chooses the tool, so it is longer; test_tools.py uses a tiny target.
         pytest.param("required", {*SCHEMAS}, id="required", marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reasoning over HTTP: where it goes, how long it may be, and grammars that follow it."""
+"""Reasoning over HTTP: its fields, its budget, and grammars for the answer after it."""
 
 import json
 from functools import partial
@@ -31,7 +31,7 @@ def joined(chunks: list[dict[str, Any]], name: str) -> str:
     return "".join(delta.get(name) or "" for delta in deltas)
 
 
-def test_reasoning_has_fields_of_its_own() -> None:
+def test_reasoning_has_its_own_fields() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body = {"guided_choice": [SCRIPT]}
         whole = await message(client, **body)
@@ -54,15 +54,15 @@ def test_reasoning_has_fields_of_its_own() -> None:
     served(test)
 
 
-def test_reasoning_parser_none() -> None:
+def test_reasoning_parser_none_keeps_tags_in_the_content() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         assert (await message(client, guided_choice=[SCRIPT]))["content"] == SCRIPT
 
     served(test, reasoning_parser="none")
 
 
-def test_budget() -> None:
-    """The thinking part is closed after so many tokens, with and without drafts."""
+def test_the_thinking_budget_is_enforced() -> None:
+    """The thinking part is closed after the given number of tokens, with and without drafts."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         free = await message(client, **INSIDE, logprobs=True)
@@ -75,7 +75,7 @@ def test_budget() -> None:
             assert text.startswith("\n</think>\n\n")
             thought = bytes(byte for entry in tokens[:budget] for byte in entry["bytes"])
             reasoning = choice["message"].get("reasoning", "")
-            shown = thought.decode(errors="replace").replace("<user>", "")  # Special.
+            shown = thought.decode(errors="replace").replace("<user>", "")  # a special token
             assert reasoning == shown.strip("\n")
             for more in ({"method": "none"}, {"method": "eagle3"}):
                 other = (await ask(client, **body, peagle=more))["choices"][0]
@@ -87,7 +87,7 @@ def test_budget() -> None:
     served(test)
 
 
-def test_grammars_bind_what_follows() -> None:
+def test_grammars_apply_after_the_reasoning() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = INSIDE | {"response_format": FORMAT, "max_thinking_tokens": 12}
         answer = await message(client, **body)
@@ -100,7 +100,7 @@ def test_grammars_bind_what_follows() -> None:
         assert called["reasoning"] and called["content"] is None
         function = called["tool_calls"][0]["function"]
         jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
-        # The prompt has closed the part, or the target does not open it: the grammar binds at once.
+        # The grammar applies at once if the prompt closes the part or the target does not open it.
         closed = {"chat_template_kwargs": {"enable_thinking": False}}
         start = tool_pair(THINKING_TEMPLATE).target.tokenizer.convert_tokens_to_ids("<")
         for more in (closed, {"logit_bias": {str(start): -100}}):
@@ -148,8 +148,8 @@ HARMONY_TEMPLATE = (
 )
 
 
-def test_harmony() -> None:
-    """Channels are parsed without tools too, the budget ends in the final one."""
+def test_harmony_channels() -> None:
+    """Channels are also parsed without tools; after the budget, the final channel follows."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = {"max_thinking_tokens": 5, "logprobs": True}

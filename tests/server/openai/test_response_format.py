@@ -175,7 +175,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def test_refused() -> None:
+def test_invalid_formats_are_refused() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for name, (body, word, param) in BAD.items():
             error = (await ask(client, code=400, **body))["error"]
@@ -187,7 +187,7 @@ def test_refused() -> None:
     served(test)
 
 
-def test_any_json_and_late_refusals() -> None:
+def test_any_json_and_grammars_that_fail_during_generation() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         whatever = {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}
         digit = {str(bound_pair().target.tokenizer.convert_tokens_to_ids("1")): 100}
@@ -216,7 +216,7 @@ async def until_no_jobs(backend: EngineBackend) -> None:
     await until(lambda: not backend.engines.grammar_queue.running)
 
 
-# A bomb is ended because others wait, or because it has reached its limit of memory before.
+# A bomb is ended because others wait, or because it reaches its memory limit before that.
 REFUSED = (400, 429)
 
 
@@ -227,7 +227,7 @@ async def post_bomb(client: httpx.AsyncClient, number: int) -> httpx.Response:
 
 
 def test_bombs_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than there are turns, from one user; another user's grammar does not wait for all."""
+    """One user sends more bombs than there are turns; another user's grammar is compiled early."""
 
     def end_bombs_after(seconds: float) -> None:
         monkeypatch.setattr("peagle.server.front.grammar_queue.CONTENDED_SECONDS", seconds)
@@ -243,7 +243,7 @@ def test_bombs_delay_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: queue.waiting == 5)
         end_bombs_after(0.2)
         await until(lambda: sum(bomb.done() for bomb in bombs) >= 2)
-        end_bombs_after(60)  # A bomb and the other user have the next turns.
+        end_bombs_after(60)  # The next turns go to a bomb and to the other user.
         assert await other == "abbb"
         assert sum(bomb.done() for bomb in bombs) < 6, "the users did not take turns"
         end_bombs_after(0.2)
@@ -277,7 +277,7 @@ def test_a_full_queue_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     served(test)
 
 
-def test_a_shared_job_ends_with_its_last_client() -> None:
+def test_a_shared_job_ends_after_its_last_client_disconnects() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         queue, compiler = backend.engines.grammar_queue, backend.engines.require_text().grammars
         bomb = Grammar("lark", RULES)
@@ -286,7 +286,7 @@ def test_a_shared_job_ends_with_its_last_client() -> None:
         for i in (0, 1):
             clients[i].cancel()
             await asyncio.sleep(0.1)
-            assert queue.running == 1, "a client that waits was forgotten"
+            assert queue.running == 1, "a waiting client was dropped"
         clients[2].cancel()
         await until_no_jobs(backend)
 
@@ -294,7 +294,7 @@ def test_a_shared_job_ends_with_its_last_client() -> None:
 
 
 def test_an_evicted_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request carries the compiled grammar: the engine does not ask the cache."""
+    """The request contains the compiled grammar, so the engine does not read the cache."""
     compiled: list[str] = []
     build = matcher.build_matcher
 
@@ -312,7 +312,7 @@ def test_an_evicted_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatc
     served(test)
 
 
-def test_grammars_that_occupy_too_much_memory_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_wait_while_too_much_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peagle.server.front.grammar_queue.MAX_GRAMMAR_BYTES", 0)
     large = [f"{i:030d}" for i in range(3000)]
 
@@ -324,7 +324,7 @@ def test_grammars_that_occupy_too_much_memory_wait(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_burst_of_grammars_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the server takes requests; and one user cannot take all places."""
+    """As many grammars as requests are accepted, but one user cannot occupy the whole queue."""
     monkeypatch.setattr("peagle.server.front.grammar_queue.WAIT_SECONDS", 120.0)
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:

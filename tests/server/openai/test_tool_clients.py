@@ -116,7 +116,7 @@ BODIES = st.fixed_dictionaries(
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(body=BODIES)
 def test_hostile_bodies(live: tuple[EngineBackend, str], body: dict[str, Any]) -> None:
-    """Whatever tools and messages look like: an answer, or an error that names the mistake."""
+    """Any tools and messages give an answer, or an error that names the mistake."""
     response = httpx.post(live[1] + CHAT, json=body | {"max_tokens": 2}, timeout=60)
     assert response.status_code in (200, 400), response.text
     assert response.status_code == 200 or response.json()["error"]["message"]

@@ -1,6 +1,6 @@
-"""Tools over HTTP: bound calls and free ones, whole and streamed, with and without drafts.
+"""Tools over HTTP: constrained and free calls, whole and streamed, with and without drafts.
 
-A random target never writes a call of its own: `guided_choice` makes it write a given text.
+A random target never writes a call by itself: `guided_choice` makes it write a given text.
 """
 
 import json
@@ -78,8 +78,8 @@ def test_required_and_named() -> None:
     served(test)
 
 
-def test_keywords_that_no_grammar_knows() -> None:
-    """Strict tools promise that they hold; others are used without them."""
+def test_unsupported_schema_keywords() -> None:
+    """They are refused for strict tools, which guarantee the schema, and ignored for others."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         schema = SCHEMAS["clock"] | {"propertyNames": {"type": "string"}}
@@ -109,13 +109,13 @@ def test_forced_calls_that_are_cut_off() -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_every_format(name: str) -> None:
-    """Bound calls of every format, whose markers are special tokens where they usually are."""
+def test_calls_in_every_format(name: str) -> None:
+    """Constrained calls of every format; markers are special tokens if they usually are."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"} | ONE_CALL
         body |= {"temperature": 1.0, "seed": 5}
-        # Lead harmony to a call: it may write any number of other messages before.
+        # Force a call in harmony, which may write any number of other messages before it.
         ids = tool_pair(TEMPLATE, MARKERS).target.tokenizer.convert_tokens_to_ids
         body |= {"logit_bias": {str(ids(token)): -100 for token in ("a", "<|message|>")}}
         whole = await message(client, **body)
@@ -129,8 +129,8 @@ def test_every_format(name: str) -> None:
     served(test, loader=partial(tool_pair, TEMPLATE, MARKERS), tool_parser=name)
 
 
-def test_a_bound_call_that_a_stop_cuts_off() -> None:
-    """Its arguments are no JSON, so clients must not take it for a call."""
+def test_a_constrained_call_cut_off_by_a_stop_string() -> None:
+    """Its arguments are not valid JSON, so it must not appear as a call."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         clock = {"type": "function", "function": {"name": "clock"}}
@@ -143,8 +143,8 @@ def test_a_bound_call_that_a_stop_cuts_off() -> None:
     served(test)
 
 
-def test_strict() -> None:
-    """In auto, a strict tool's calls are bound once they begin."""
+def test_strict_tools() -> None:
+    """With `auto`, calls of a strict tool are constrained from their beginning."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         strict = [tool("weather", SCHEMAS["weather"], strict=True)]
@@ -169,7 +169,7 @@ SCRIPTS: dict[str, tuple[str, str | None, list[str]]] = {
 }
 
 
-def test_auto() -> None:
+def test_tool_choice_auto() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for text, content, names in SCRIPTS.values():
             body: dict[str, Any] = {"tools": TOOLS, "guided_choice": [text]}
@@ -192,8 +192,8 @@ def test_auto() -> None:
     served(test)
 
 
-def test_none_and_no_tools() -> None:
-    """Without tools the text is the answer, and the prompt does not show them."""
+def test_tool_choice_none_and_no_tools() -> None:
+    """Without tools, the text is the answer, and the prompt does not contain tools."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = {"guided_choice": [CALL], "tool_choice": "none"}
@@ -208,7 +208,7 @@ def test_none_and_no_tools() -> None:
 
 
 def test_logprobs_and_trace() -> None:
-    """Every token has its log-probability, every step its trace, whatever is held back."""
+    """Every token has its log-probability and every step its trace, even if text is held back."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = {"tools": TOOLS, "guided_choice": [CALL], "logprobs": True}
@@ -251,7 +251,7 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 async def prompt_text(client: httpx.AsyncClient, **body: Any) -> str:
-    """What the target sees."""
+    """The prompt as text."""
     tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
     answer = await client.post("/detokenize", json={"tokens": tokens})
     return str(answer.json()["prompt"])
@@ -295,7 +295,7 @@ TEXT_TEMPLATE = (
 )
 
 
-def test_template_that_wants_arguments_as_text() -> None:
+def test_template_with_arguments_as_text() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         text = await prompt_text(client, messages=CONVERSATION)
         assert text == 'weather:{"city": "Rome", "days": 2}'
@@ -310,7 +310,7 @@ PLAIN_TEMPLATE = (
 
 
 def test_template_without_tools() -> None:
-    """The target still sees tools, calls and results, as text."""
+    """The prompt still contains tools, calls and results as text."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         text = await prompt_text(client, messages=CONVERSATION, tools=TOOLS)
@@ -334,7 +334,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": COMPACT 
 
 
 def test_response_format_with_tools() -> None:
-    """In auto, an answer is calls or the format; a format does not bind forced calls."""
+    """With `auto`, an answer is calls or follows the format; forced calls ignore the format."""
 
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         body: dict[str, Any] = {"tools": TOOLS, "response_format": FORMAT} | ONE_CALL
@@ -402,7 +402,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def test_bad_values_are_400() -> None:
+def test_invalid_values_are_400() -> None:
     async def test(client: httpx.AsyncClient, backend: EngineBackend) -> None:
         for name, (body, words, param) in BAD.items():
             error = (await ask(client, code=400, **body))["error"]
@@ -425,7 +425,7 @@ def test_long_tools_are_refused_before_they_are_tokenized() -> None:
 
 
 def test_arguments_are_counted_while_the_body_is_checked() -> None:
-    """Not later, on the event loop: writing a million values as text takes long."""
+    """Counting them later would block the event loop: converting a million values takes long."""
     call = {"id": "i" * 9, "function": {"name": "f", "arguments": {"a": 1}}}
     earlier = Message.model_validate({"role": "assistant", "tool_calls": [call]})
     assert earlier.tool_calls

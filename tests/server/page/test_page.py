@@ -22,7 +22,7 @@ def ask(page: "Page", prompt: str) -> None:
     page.click("#run")
 
 
-def ended(page: "Page") -> None:
+def wait_until_ended(page: "Page") -> None:
     """Wait for the end of the race, and of the replay if one follows."""
     until(
         page, "!document.getElementById('run').disabled && document.getElementById('stop').disabled"
@@ -34,7 +34,7 @@ def lane(page: "Page", method: str) -> Any:
 
 
 def recorded(server: PageServer) -> list[dict[str, Any]]:
-    """The requests without those that only warm an engine up."""
+    """The requests, without those that only warm up an engine."""
     return [body for body in server.requests if body["messages"][0]["content"] != "Count to 50."]
 
 
@@ -63,7 +63,7 @@ def test_model_text_never_becomes_markup() -> None:
     )
 
 
-def test_race_in_turns(browser: "Browser", server: PageServer) -> None:
+def test_sequential_race(browser: "Browser", server: PageServer) -> None:
     with opened(browser, server) as page:
         assert "smollm2-135m" in page.inner_text(".site")
         ask(page, "Write is_palindrome.")
@@ -71,11 +71,11 @@ def test_race_in_turns(browser: "Browser", server: PageServer) -> None:
         assert "Identical answers." in page.inner_text(
             "#result"
         ) and "plain decoding" in page.inner_text("#result")
-        page.wait_for_selector("body.replaying")  # the replay follows a race in turns
+        page.wait_for_selector("body.replaying")  # the replay follows a sequential race
         assert page.inner_text("#race-note").startswith(
             "Recorded in turns, each lane with the machine to itself"
         )
-        ended(page)
+        wait_until_ended(page)
         for method in METHODS:
             words = lane(page, method).locator(".text").inner_text()
             assert words == "".join(list(tokens(ANSWER))[:160]), method
@@ -83,9 +83,8 @@ def test_race_in_turns(browser: "Browser", server: PageServer) -> None:
         assert "× plain" in lane(page, "p-eagle").locator(".ratio").inner_text()
         assert lane(page, "none").locator(".draft").count() == 0
         drafts = sum(step["accepted"] for step in steps("p-eagle", 7, 160))
-        assert (
-            abs(lane(page, "p-eagle").locator(".draft").count() - drafts) <= 7
-        )  # the limit may cut the last step
+        # the token limit may cut the last step
+        assert abs(lane(page, "p-eagle").locator(".draft").count() - drafts) <= 7
         assert lane(page, "p-eagle").locator(".positions li").count() == 7
         assert (
             lane(page, "p-eagle").locator(".k").inner_text().startswith("K 7: most tokens a second")
@@ -97,7 +96,7 @@ def test_race_in_turns(browser: "Browser", server: PageServer) -> None:
     assert len({body["seed"] for body in bodies}) == 1 and bodies[2]["peagle"]["k"] == "auto"
 
 
-def test_race_together(browser: "Browser", server: PageServer) -> None:
+def test_concurrent_race(browser: "Browser", server: PageServer) -> None:
     with opened(browser, server, "#mode=together&k=4&temperature=0.7&tokens=60") as page:
         ask(page, "slow")
         until(page, "document.querySelectorAll('.lane[data-state=runs] .token').length > 3")
@@ -110,7 +109,7 @@ def test_race_together(browser: "Browser", server: PageServer) -> None:
         page.click("#replay")
         page.wait_for_selector("body.replaying")
         page.keyboard.press("Escape")
-        ended(page)
+        wait_until_ended(page)
         assert lane(page, "none").locator(".token").count() == 60
     assert {body["temperature"] for body in recorded(server)} == {0.7}
 
@@ -123,7 +122,7 @@ def test_stop_and_keyboard(browser: "Browser", server: PageServer) -> None:
         page.keyboard.press("Control+Enter")
         page.wait_for_selector(".lane.m-none .token")
         page.keyboard.press("Escape")
-        ended(page)
+        wait_until_ended(page)
         assert server.gone.wait(60)  # the connection was closed
         assert [lane(page, method).get_attribute("data-state") for method in METHODS] == [
             "stopped"
@@ -132,7 +131,7 @@ def test_stop_and_keyboard(browser: "Browser", server: PageServer) -> None:
         page.keyboard.press("Control+Enter")
         page.wait_for_selector(".lane.m-none[data-state=runs] .token")
         page.click("#stop")
-        ended(page)
+        wait_until_ended(page)
 
 
 @pytest.mark.parametrize(
@@ -150,14 +149,14 @@ def test_problems_are_shown(
     with opened(browser, server, "#lanes=none") as page:
         ask(page, prompt)
         lane(page, "none").locator(".problem").wait_for()
-        ended(page)
+        wait_until_ended(page)
         assert lane(page, "none").locator(".problem").inner_text() == words
         assert lane(page, "none").get_attribute("data-state") == "failed"
         assert (
             words.startswith(page.inner_text("#problem"))
             and page.locator("#replay-controls").is_hidden()
         )
-        ask(page, "Now a good one.")  # and it goes on
+        ask(page, "Now a good one.")  # and the page continues to work
         page.wait_for_selector("#result:not([hidden])")
 
 
@@ -166,7 +165,7 @@ def test_key_is_requested_and_not_stored(browser: "Browser", server: PageServer)
     with opened(browser, server) as page:
         page.wait_for_selector("#problem:not([hidden])")
         ask(page, "Hi.")
-        ended(page)
+        wait_until_ended(page)
         assert "requires an API key" in lane(page, "p-eagle").locator(".problem").inner_text()
         page.fill("#key", KEY)
         page.keyboard.press("Control+Enter")
@@ -193,7 +192,7 @@ def test_settings_are_in_the_address(browser: "Browser", server: PageServer) -> 
         assert "temperature" not in params
 
 
-def test_one_method_is_enough(browser: "Browser", server: PageServer) -> None:
+def test_a_race_of_one_method(browser: "Browser", server: PageServer) -> None:
     server.methods = ("p-eagle",)
     with opened(browser, server) as page:
         until(page, "document.querySelector('[value=none]').disabled")
@@ -212,7 +211,7 @@ def test_answers_that_differ_and_tokens_without_texts(
         page.wait_for_selector("#result:not([hidden])")
         assert re.search(r"The answers differ after \d+ characters", page.inner_text("#result"))
         assert page.locator("#estimated").is_visible()
-        ended(page)
+        wait_until_ended(page)
         assert lane(page, "p-eagle").locator(".text").inner_text() == "".join(
             list(tokens(ANSWER))[:160]
         )
@@ -255,7 +254,7 @@ def test_records_and_verdicts(browser: "Browser", server: PageServer) -> None:
     with opened(browser, server) as page:
         results = page.evaluate(RECORD_FUNCTIONS)
     assert results["aligned"] == [["Caf", "", "é", " au", ""], ["é", " b"], ["yz"], [""]]
-    assert results["counted"] == [10, True]  # A chunk with text counts as a token at least.
+    assert results["counted"] == [10, True]  # A chunk with text counts as at least one token.
     assert results["split"] == [["Hello world", ", you"], "a", [""]]
     assert results["verdicts"] == [
         "✓ Identical answers. P-EAGLE won: 2.0 tokens/s, 2.00× plain decoding.",
@@ -270,14 +269,14 @@ def test_records_and_verdicts(browser: "Browser", server: PageServer) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 390), ("light", 320)])
-def test_phone(browser: "Browser", server: PageServer, scheme: str, width: int) -> None:
+def test_layout_on_a_phone(browser: "Browser", server: PageServer, scheme: str, width: int) -> None:
     phone = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "has_touch": True}
     with opened(browser, server, **phone) as page:
         assert fits(page)
         ask(page, "Hi " + "and a very long word: " + "x" * 300)
         page.wait_for_selector(".token")
         assert fits(page)
-        ended(page)
+        wait_until_ended(page)
         assert fits(page)
         left = [lane(page, method).bounding_box()["x"] for method in METHODS]
         assert len(set(left)) == 1  # stacked
@@ -299,9 +298,8 @@ def test_contrast_and_names(browser: "Browser", server: PageServer, scheme: str)
         page.wait_for_selector("#result:not([hidden])")
         assert page.evaluate(LOW_CONTRAST) == []
         assert all_fields_are_named(page)
-        assert (
-            page.locator("[aria-live] .token, [role=status] .token").count() == 0
-        )  # tokens are not read out one by one
+        # screen readers do not announce single tokens
+        assert page.locator("[aria-live] .token, [role=status] .token").count() == 0
 
 
 def test_every_file_is_packaged() -> None:
@@ -323,7 +321,7 @@ def test_real_server(browser: "Browser") -> None:
     with running(make_backend()) as (_, url), opened(browser, SimpleNamespace(url=url)) as page:
         assert page.inner_text("#model") == "· tiny"
         ask(page, "w6 w9 w30")
-        ended(page)
+        wait_until_ended(page)
         words = {
             method: lane(page, method).locator(".text").inner_text().split() for method in NAMES
         }

@@ -29,12 +29,12 @@ def last_answer(page: "Page") -> Any:
     return page.locator(".answer").last
 
 
-def ended(page: "Page") -> None:
+def wait_until_ended(page: "Page") -> None:
     until(page, "document.getElementById('chat-stop').disabled")
 
 
-def facts(page: "Page") -> dict[str, str]:
-    """The figures under the last answer."""
+def statistics(page: "Page") -> dict[str, str]:
+    """The statistics under the last answer."""
     entries = last_answer(page).locator(".facts div").all()
     return {e.locator("dt").inner_text(): e.locator("dd").inner_text() for e in entries}
 
@@ -57,13 +57,13 @@ def test_conversation_of_two_turns(browser: "Browser", server: PageServer) -> No
         page.keyboard.type("is_palindrome.")
         page.keyboard.press("Enter")
         page.wait_for_selector(".answer[data-state=done]")
-        ended(page)
+        wait_until_ended(page)
         assert last_answer(page).locator(".words").inner_text() == ANSWER
         trace = list(steps("p-eagle", 5, 512))
         drafts = sum(len(step["texts"][: step["accepted"]]) for step in trace)
         assert last_answer(page).locator(".draft").count() == drafts
         verified = [step["accepted"] for step in trace if step["drafted"]]
-        figures = facts(page)
+        figures = statistics(page)
         acceptance_length = 1 + sum(verified) / len(verified)
         assert float(figures["acceptance length"]) == pytest.approx(acceptance_length, abs=0.006)
         assert float(figures["tokens/s"]) > 10
@@ -92,10 +92,10 @@ def test_live_figures_and_stop(browser: "Browser", server: PageServer) -> None:
         send(page, "slow")
         page.wait_for_selector(".answer[data-state=runs] .draft")
         until(page, "!isNaN(parseFloat(document.querySelector('#chat-log dd')?.textContent))")
-        assert "acceptance length" in facts(page) and "prompt tokens" not in facts(page)
+        assert "acceptance length" in statistics(page) and "prompt tokens" not in statistics(page)
         assert page.is_disabled("#chat-send")
         page.keyboard.press("Escape")
-        ended(page)
+        wait_until_ended(page)
         assert server.gone.wait(60)  # the connection was closed
         assert last_answer(page).get_attribute("data-state") == "stopped"
         kept = last_answer(page).locator(".words").inner_text()
@@ -133,7 +133,7 @@ def test_thinking_is_open_while_it_arrives(browser: "Browser", server: PageServe
         assert page.is_visible(".thoughts")
 
 
-def test_thinking_that_a_user_folds_stays_folded(browser: "Browser", server: PageServer) -> None:
+def test_thinking_folded_by_the_user_stays_folded(browser: "Browser", server: PageServer) -> None:
     gate = Event()
     thoughts = [thinking(" and"), thinking(" so"), thinking(" on")]
     server.scripts = [[thinking("First"), gate, *thoughts, content("Yes."), *ending()]]
@@ -200,7 +200,7 @@ def test_tool_calls_and_their_results(browser: "Browser", server: PageServer) ->
 
 
 def test_call_at_the_limit_of_tokens(browser: "Browser", server: PageServer) -> None:
-    """A call that is cut off has no result, and is not sent back."""
+    """A call that is cut off has no result, and is not sent with the next request."""
     calls = [*call(0, "get_weather", '{"city": "Paris"}'), *call(1, "get_time", '{"city": "P')]
     server.scripts = [[*calls, *ending("length")], [content("Yes."), *ending()]]
     with opened(browser, server, CHAT) as page:
@@ -349,7 +349,7 @@ def test_parts_and_tools(browser: "Browser", server: PageServer) -> None:
         [[], [[["Hi", " you", ""], 2]]],
         [[], [[["Caf", "", "é"], 2]]],
         [[], [[["", "Hi"], 1]]],
-        [[], ["<tool_call>{no"]],  # held back by the parser: not of this step
+        [[], ["<tool_call>{no"]],  # text that the parser held back does not belong to this step
         [["a"], ["b"]],
         [[], []],
         [[[["Hm"], 1]], []],
@@ -400,7 +400,7 @@ def test_views_share_the_address(browser: "Browser", server: PageServer) -> None
         page.fill("#chat-temperature", "0.7")
         until(page, "location.hash.includes('chat-temperature=0.7')")
         assert "tokens=40" in page.url and "chat-method=none" in page.url
-        page.keyboard.press("Control+Enter")  # does not start a race
+        page.keyboard.press("Control+Enter")  # must not start a race
         page.reload()
         until(page, "document.getElementById('model').textContent !== ''")
         assert page.inner_text("#chat-summary").startswith("Plain decoding, temperature 0.7")
@@ -444,7 +444,9 @@ def test_keyboard_reaches_everything(browser: "Browser", server: PageServer) -> 
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_look(browser: "Browser", server: PageServer, scheme: str, width: int) -> None:
+def test_layout_and_contrast(
+    browser: "Browser", server: PageServer, scheme: str, width: int
+) -> None:
     long = "x" * 300
     calls = call(0, "get_" + "weather" * 8, json.dumps({"city": long}))
     server.scripts = [
@@ -478,7 +480,8 @@ def test_page_follows_the_answer(browser: "Browser", server: PageServer) -> None
         page.evaluate("scrollTo(0, 0)")
         gate.set()
         page.wait_for_selector(".answer[data-state=done]")
-        assert page.evaluate("scrollY") == 0  # who reads above is left there
+        # the scroll position of a user who reads above is kept
+        assert page.evaluate("scrollY") == 0
 
 
 def test_real_server(browser: "Browser") -> None:
@@ -497,5 +500,5 @@ def test_real_server(browser: "Browser") -> None:
             words = answer.locator(".words").inner_text().split()
             assert len(words) > 5 and all(word.startswith("w") for word in words)
             assert answer.locator(".token").count() >= len(words)
-        tokens, cached = facts(page)["prompt tokens"].split(", ")
+        tokens, cached = statistics(page)["prompt tokens"].split(", ")
         assert int(tokens) > 20 and cached.endswith(" cached")

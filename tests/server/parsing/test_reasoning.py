@@ -1,4 +1,4 @@
-"""Reasoning in tags is told from the answer, without the newlines that belong to the tags."""
+"""Reasoning in tags is separated from the answer; newlines next to the tags are removed."""
 
 import pytest
 from hypothesis import given, settings
@@ -47,7 +47,7 @@ def test_reasoning_and_answer(text: str, inside: bool, reasoning: str, content: 
     st.lists(st.integers(0, 60)),
     st.booleans(),
 )
-def test_any_cuts(text: str, positions: list[int], inside: bool) -> None:
+def test_reasoning_with_random_cuts(text: str, positions: list[int], inside: bool) -> None:
     assert read(cut(text, positions), inside) == read([text], inside)
 
 
@@ -56,6 +56,6 @@ def test_reasoning_is_streamed() -> None:
     assert parser.push("<think>\nHm") != []
 
 
-def test_detection() -> None:
+def test_the_tags_of_a_template_are_detected() -> None:
     assert detect_reasoning("{{ '<think>\n\n</think>\n\n' }}") is THINK_TAGS
     assert detect_reasoning("{{ messages }}") is None

@@ -1,4 +1,4 @@
-"""The format that a chat template uses is found, and a wrong name is refused with the list."""
+"""The tool format of a chat template is detected; an unknown name is an error with the list."""
 
 import pytest
 
@@ -6,10 +6,10 @@ from peagle.errors import UserError
 from peagle.server.parsing.tool_formats import TOOL_FORMATS, detect_tool_format, find_tool_format
 
 
-def test_names() -> None:
+def test_names_of_formats() -> None:
     assert list(TOOL_FORMATS) == ["hermes", "qwen-xml", "llama", "mistral", "harmony"]
     assert find_tool_format("llama") is TOOL_FORMATS["llama"]
-    assert find_tool_format("qwen3_coder") is TOOL_FORMATS["qwen-xml"]  # vLLM's name
+    assert find_tool_format("qwen3_coder") is TOOL_FORMATS["qwen-xml"]  # the name in vLLM
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
@@ -31,6 +31,6 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
         ("", None),
     ],
 )
-def test_detection(template: str, name: str | None) -> None:
+def test_the_format_of_a_template_is_detected(template: str, name: str | None) -> None:
     tool_format = detect_tool_format(template)
     assert (tool_format.name if tool_format else None) == name

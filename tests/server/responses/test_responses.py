@@ -66,7 +66,7 @@ def post(url: str, key: str = "one", **body: Any) -> httpx.Response:
     return httpx.post(url + PATH, json=body, headers=headers, timeout=60)
 
 
-def test_text(url: str) -> None:
+def test_text_answers(url: str) -> None:
     client = client_of(url)
     whole = client.responses.create(model="tiny", **TEXT, metadata={"a": "b"})
     assert whole.status == "incomplete" and whole.incomplete_details is not None
@@ -97,7 +97,7 @@ def test_text(url: str) -> None:
     )
 
 
-def test_trace(url: str) -> None:
+def test_traces_in_streams(url: str) -> None:
     events = response_events(post(url, **TEXT, stream=True, peagle={"trace": True}))
     traces = [event["peagle"] for event in events if "peagle" in event]
     assert sum(trace["tokens"] for trace in traces) == 8
@@ -105,7 +105,7 @@ def test_trace(url: str) -> None:
 
 
 def test_input_items(url: str) -> None:
-    """Items and instructions make the same prompt as the messages of a chat."""
+    """Items and instructions give the same prompt as chat messages."""
     items = [
         {"role": "developer", "content": "w3"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "w4"}]},
@@ -181,7 +181,7 @@ def test_allowed_tools_and_none(tool_url: str) -> None:
     assert [item["type"] for item in body["output"]] == ["message"]
 
 
-def test_reasoning() -> None:
+def test_reasoning_items() -> None:
     body: dict[str, Any] = {
         "input": "Why?",
         "temperature": 0,
@@ -242,7 +242,7 @@ def test_previous_responses(url: str) -> None:
     whole = post(url, **TEXT | {"input": items}).json()
     assert whole["output"][0]["content"][0]["text"] == second.output_text
     assert second.usage is not None
-    assert whole["usage"]["input_tokens"] == second.usage.input_tokens  # Without instructions.
+    assert whole["usage"]["input_tokens"] == second.usage.input_tokens  # without instructions
     assert client.responses.retrieve(first.id) == first
 
     other = client_of(url, "two")
@@ -315,7 +315,7 @@ def test_the_size_of_a_response_is_read_without_its_text(tmp_path: Path) -> None
     assert names.index("size") < min(names.index("response"), names.index("messages"))
 
 
-def test_an_answer_is_not_lost_when_the_database_fails(
+def test_answers_are_returned_if_the_database_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_response_store, "LOCK_SECONDS", 0.01)
@@ -347,7 +347,7 @@ def test_a_locked_database_is_read_but_not_changed(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_key_does_not_displace_the_responses_of_others(tmp_path: Path, shared: bool) -> None:
+def test_a_key_does_not_evict_the_responses_of_others(tmp_path: Path, shared: bool) -> None:
     store = create_store(tmp_path, shared, keys=2, max_responses=8, max_bytes=400)
     store.put("mine", stored(10, b"a"))
     for i in range(50):
@@ -393,7 +393,7 @@ def test_a_key_does_not_displace_the_responses_of_others(tmp_path: Path, shared:
         ({"input": "x", "peagle": {"method": "magic"}}, "method"),
     ],
 )
-def test_refused(url: str, body: dict[str, Any], words: str) -> None:
+def test_invalid_bodies_are_refused(url: str, body: dict[str, Any], words: str) -> None:
     reply = post(url, **body)
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
@@ -407,7 +407,7 @@ def test_other_errors(url: str) -> None:
     assert httpx.get(f"{url}{PATH}", headers={"x-api-key": "one"}, timeout=60).status_code == 405
 
 
-def test_an_answer_that_fails_midway() -> None:
+def test_an_answer_that_fails_while_it_is_generated() -> None:
     backend = make_backend(timeout=2.0)
     backend.engines.settings = SETTINGS  # The engine may accept a request late.
     with running(backend) as (_, url), slowed(backend, 0.4):

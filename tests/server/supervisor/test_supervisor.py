@@ -30,8 +30,10 @@ def make_supervisor(tmp_path: Path, **changes: float) -> EngineSupervisor:
     return EngineSupervisor(settings, "engine", {}, tmp_path, "module", lambda: None)
 
 
-def look(supervisor: EngineSupervisor, clock: list[float], seconds: int) -> str | None:
-    """Look at the process every half second."""
+def poll_every_half_second(
+    supervisor: EngineSupervisor, clock: list[float], seconds: int
+) -> str | None:
+    """Poll the process every half second."""
     reason = None
     for _ in range(2 * seconds):
         clock[0] += 0.5
@@ -42,21 +44,21 @@ def look(supervisor: EngineSupervisor, clock: list[float], seconds: int) -> str 
 def test_silence_counts_once_the_process_is_ready(tmp_path: Path, clock: list[float]) -> None:
     supervisor = make_supervisor(tmp_path, step_timeout=10)
     supervisor._receive(WorkerBatch(status=WorkerStatus()))
-    assert look(supervisor, clock, 100) is None  # It loads.
+    assert poll_every_half_second(supervisor, clock, 100) is None  # The process loads.
     supervisor._receive(WorkerBatch(status=WorkerStatus(TARGET)))
     assert supervisor.state == "ready"
-    assert look(supervisor, clock, 9) is None
+    assert poll_every_half_second(supervisor, clock, 9) is None
     supervisor._receive(WorkerBatch(status=WorkerStatus(TARGET)))
-    assert look(supervisor, clock, 9) is None
-    clock[0] += 1000  # This process was stopped meanwhile: that is no silence of the other.
+    assert poll_every_half_second(supervisor, clock, 9) is None
+    clock[0] += 1000  # If the supervisor itself was stopped, the worker does not count as silent.
     assert supervisor.replacement_reason() is None
-    assert "hangs" in str(look(supervisor, clock, 2))
+    assert "hangs" in str(poll_every_half_second(supervisor, clock, 2))
 
 
-def test_no_limit(tmp_path: Path, clock: list[float]) -> None:
+def test_silence_without_a_time_limit(tmp_path: Path, clock: list[float]) -> None:
     supervisor = make_supervisor(tmp_path, step_timeout=0)
     supervisor._receive(WorkerBatch(status=WorkerStatus(TARGET)))
-    assert look(supervisor, clock, 5000) is None
+    assert poll_every_half_second(supervisor, clock, 5000) is None
 
 
 def test_counts_of_ended_processes_are_kept(tmp_path: Path) -> None:

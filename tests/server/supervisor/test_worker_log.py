@@ -1,4 +1,4 @@
-"""The log of a worker is read whatever happens: a worker that nobody reads blocks on its output."""
+"""The log of a worker is always read: otherwise the worker blocks on its output."""
 
 import asyncio
 import io
@@ -16,7 +16,7 @@ from peagle.server.supervisor import child_process
 from peagle.server.supervisor.child_process import ChildProcess
 from peagle.server.supervisor.launch_spec import LaunchSpec
 
-LINES = 5000  # several times what a pipe holds
+LINES = 5000  # several times the capacity of a pipe
 CHATTY = f"""
 import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -62,7 +62,7 @@ def test_a_full_disk_does_not_block_the_worker(
         finally:
             if process is not None:
                 asyncio.run(process.stop())
-            os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what is still buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for buffered lines
     assert isinstance(written, io.StringIO)
     assert json.loads(written.getvalue()) == {"event": "the last line", "worker": "worker-0"}
     assert process.log_tail[-2:] == [f"line {LINES - 1}", "the last line"]

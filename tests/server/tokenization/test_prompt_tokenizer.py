@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 
 
 class CountedTokenizer(PromptTokenizer):
-    """It counts the characters that are really tokenized."""
+    """Counts the characters that are tokenized."""
 
     characters = 0
 
@@ -30,7 +30,7 @@ class CountedTokenizer(PromptTokenizer):
         return super()._encode(text, add_special_tokens)
 
 
-def test_a_text_of_too_many_bytes_is_not_tokenized() -> None:
+def test_a_text_with_too_many_bytes_is_not_tokenized() -> None:
     tokenizer = CountedTokenizer(byte_level_tokenizer())
     assert tokenizer.is_byte_level and tokenizer.token_size < 32
     with pytest.raises(UserError, match="1000000 characters"):
@@ -53,13 +53,13 @@ def test_a_text_that_fits_is_never_refused(make: Any) -> None:
     for word in ("the quick brown fox ", EMOJI, "x", " ", "w6 ", "w", "\n"):
         text = word * (3 * PIECE_CHARS // len(word))
         ids = tokenizer.tokenizer(text)["input_ids"]
-        context = max(len(ids), 512)  # One unknown token may stand for any word.
+        context = max(len(ids), 512)  # One unknown token may represent any word.
         assert not tokenizer.exceeds(text, context)
         assert tokenizer.encode(text, context) == ids
 
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, word_tokenizer])
-def test_messages_have_the_ids_of_the_template(make: Any) -> None:
+def test_messages_are_tokenized_with_the_template(make: Any) -> None:
     tokenizer = PromptTokenizer(make())
     for kwargs in ({}, {"more": "w9 fox"}):
         expected = tokenizer.tokenizer.apply_chat_template(
@@ -68,7 +68,7 @@ def test_messages_have_the_ids_of_the_template(make: Any) -> None:
         assert tokenizer.encode_chat(MESSAGES, kwargs, 256).ids == expected
 
 
-def test_template_arguments_count() -> None:
+def test_template_arguments_count_towards_the_limit() -> None:
     tokenizer = CountedTokenizer(byte_level_tokenizer())
     with pytest.raises(UserError, match="shorten"):
         tokenizer.encode_chat(MESSAGES, {"more": EMOJI * 1_000_000}, 8192)

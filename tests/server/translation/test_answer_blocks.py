@@ -1,4 +1,4 @@
-"""Blocks of an answer: their order, white space, and the conversation that they make."""
+"""Blocks of an answer: order, white space, and their use in the next request."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ CALLS: list[AnswerPart] = [
 ]
 
 
-def test_white_space_between_blocks_is_none() -> None:
+def test_white_space_between_blocks_is_removed() -> None:
     assert kinds_and_texts([Reasoning("hm"), Content("\n"), Content("\nyes"), Content("\n")]) == [
         ("reasoning", "hm"),
         ("text", "\n\nyes\n"),
@@ -57,7 +57,7 @@ def test_white_space_between_blocks_is_none() -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.sampled_from([Content(" "), Content("x"), Reasoning("\n"), Reasoning("y")])))
-def test_every_block_begins_grows_and_ends_before_the_next(parts: list[AnswerPart]) -> None:
+def test_blocks_do_not_overlap(parts: list[AnswerPart]) -> None:
     blocks, events = run([*parts, *CALLS])
     seen: dict[int, str] = {}
     is_open = False
@@ -78,12 +78,13 @@ def test_every_block_begins_grows_and_ends_before_the_next(parts: list[AnswerPar
     assert not any(block.text.isspace() for block in blocks.blocks)
 
 
-def test_the_blocks_of_an_answer_are_one_message() -> None:
+def test_blocks_of_an_answer_become_one_message() -> None:
     conversation = Conversation([])
     conversation.add_text("developer", "Be brief.")
     conversation.add_text("system", "Be kind.")
     conversation.add_text("user", "Hi")
-    conversation.add_reasoning("")  # Encrypted elsewhere: it makes no message.
+    # Reasoning encrypted by another server has no text and is left out.
+    conversation.add_reasoning("")
     for block in run([Reasoning("hm"), Content("yes"), *CALLS])[0].blocks:
         conversation.add_block(block)
     conversation.add_tool_result("a", "1")

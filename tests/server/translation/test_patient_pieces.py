@@ -1,4 +1,4 @@
-"""Signs of life of a stream in which nothing arrives."""
+"""Keep-alive events of a stream during silence."""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,7 @@ from peagle.server.translation.patient_pieces import patient_pieces
 
 
 class SlowAnswer:
-    """A chat answer whose first piece arrives when the test has seen the silence."""
+    """A chat answer whose first piece arrives after the test has seen the silence."""
 
     def __init__(self, error: ApiError | None = None) -> None:
         self.arrived = asyncio.Event()
@@ -43,7 +43,7 @@ def test_silence_is_reported_until_the_pieces_arrive() -> None:
     asyncio.run(main())
 
 
-def test_errors_arrive_and_a_stream_that_ends_cancels_the_wait() -> None:
+def test_errors_are_raised_and_closing_cancels_the_wait() -> None:
     async def main() -> None:
         failing: Any = SlowAnswer(ApiError(504, "too slow"))
         failing.arrived.set()

@@ -32,7 +32,7 @@ Live = tuple[Gateway, str, Path]
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Live]:
+def live_gateway(tmp_path: Path) -> Iterator[Live]:
     gateway = make_gateway(tmp_path, api_keys=("key",), max_body_mb=1 / 16)
     with running_gateway(gateway) as (_, url):
         yield gateway, url, tmp_path
@@ -49,8 +49,8 @@ def chunks(reply: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_requests_are_checked_and_relayed(live: Live) -> None:
-    gateway, url, folder = live
+def test_requests_are_checked_and_relayed(live_gateway: Live) -> None:
+    gateway, url, folder = live_gateway
     body = post(url, "hello", seed=3).json()["body"]
     assert body.pop("cache_salt") and body == {"prompt": "hello", "seed": 3}
     events = chunks(post(url, "hello", stream=True, max_tokens=9))
@@ -66,7 +66,7 @@ def test_requests_are_checked_and_relayed(live: Live) -> None:
         assert post(url, "x", model=model).status_code == 400
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
     relayed = post(url, "x", "/v1/chat/completions", messages=[], **tools).json()["body"]
-    assert tools.items() <= relayed.items()  # vLLM parses the calls itself.
+    assert tools.items() <= relayed.items()  # vLLM parses tool calls itself.
     assert post(url, "x" * (1 << 16)).status_code == 413
     assert post(url, "x", "/invocations").json()["body"]["prompt"] == "x"
     assert post(url, "x", "/tokenize").json()["body"]["prompt"] == "x"
@@ -92,13 +92,13 @@ def test_requests_are_checked_and_relayed(live: Live) -> None:
     assert gateway.in_flight == 0
 
 
-def test_responses_and_messages_are_relayed(live: Live) -> None:
-    """Their streams end with events of their own, also where vLLM dies."""
-    _, url, _ = live
+def test_responses_and_messages_are_relayed(live_gateway: Live) -> None:
+    """Streams of these APIs end with their own events, even if vLLM dies."""
+    _, url, _ = live_gateway
     body = post(url, "x", "/v1/responses", input="hi", tools=[]).json()["body"]
     assert body.pop("cache_salt") and body == {"prompt": "x", "input": "hi", "tools": []}
     body = post(url, "x", "/v1/messages", max_tokens=3).json()["body"]
-    assert body == {"prompt": "x", "max_tokens": 3}  # vLLM knows no salt there.
+    assert body == {"prompt": "x", "max_tokens": 3}  # vLLM does not support a cache salt there.
     assert post(url, "x", "/v1/messages/count_tokens").json()["body"] == {"prompt": "x"}
     for path, last in (("/v1/messages", "message_stop"), ("/v1/responses", "response.completed")):
         reply = post(url, "hello", path, stream=True)
@@ -110,8 +110,10 @@ def test_responses_and_messages_are_relayed(live: Live) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-def test_a_relayed_stream_that_breaks_ends_with_an_error_event(live: Live, path: str) -> None:
-    _, url, _ = live
+def test_a_relayed_stream_that_breaks_ends_with_an_error_event(
+    live_gateway: Live, path: str
+) -> None:
+    _, url, _ = live_gateway
     reply = post(url, "mid", path, stream=True, max_tokens=9)
     name, data = reply.text.removesuffix("\n\n").rpartition("\n\n")[2].split("\n")
     error = json.loads(data.removeprefix("data: "))
@@ -121,7 +123,7 @@ def test_a_relayed_stream_that_breaks_ends_with_an_error_event(live: Live, path:
 
 
 def test_vllm_gets_a_salt_instead_of_the_key(tmp_path: Path) -> None:
-    """Each key and each `cache_salt` of a client has its own; without both there is none."""
+    """The salt depends on the key and on `cache_salt` of a request; without both there is none."""
 
     def salt(url: str, key: str | None, **body: Any) -> str | None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -153,10 +155,10 @@ def post_with(url: str, key: str, **body: Any) -> httpx.Response:
     )
 
 
-def test_metrics_are_vllms_and_some_of_the_gateway(live: Live) -> None:
+def test_metrics_include_those_of_vllm_and_the_gateway(live_gateway: Live) -> None:
     from tests.support.server.failing_vllm import METRICS
 
-    _, url, _ = live
+    _, url, _ = live_gateway
     post(url, "hello")
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     assert set(METRICS.splitlines()) <= set(lines)
@@ -181,11 +183,13 @@ def test_metrics_are_vllms_and_some_of_the_gateway(live: Live) -> None:
         pytest.param("dead", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_request_that_ends_vllm_gets_an_error(trouble: str, stream: bool, tmp_path: Path) -> None:
-    """No more requests are sent to a dead vLLM, until it is started again."""
+def test_a_request_that_kills_vllm_gets_an_error(
+    trouble: str, stream: bool, tmp_path: Path
+) -> None:
+    """No requests are sent to a dead vLLM until it is restarted."""
     gateway = make_gateway(tmp_path)
     with running_gateway(gateway) as (_, url):
-        (tmp_path / "crash").write_text("1")  # None is ready until the end of the checks.
+        (tmp_path / "crash").write_text("1")  # No vLLM is ready until the end of the checks.
         reply = post(url, trouble, stream=stream)
         assert reply.status_code == 503 and reply.headers["retry-after"] == "2", reply.text
         assert "the engine stopped during the answer" in reply.json()["error"]["message"]
@@ -202,7 +206,7 @@ def test_a_request_that_ends_vllm_gets_an_error(trouble: str, stream: bool, tmp_
 
 
 def test_an_aborted_answer_is_an_error(tmp_path: Path) -> None:
-    """vLLM aborts its answers with status 200 before it is known to be dying."""
+    """vLLM aborts its answers with status 200 before the gateway detects the failure."""
     gateway = make_gateway(tmp_path)
     with running_gateway(gateway) as (_, url):
         reply = post(url, "cut")
@@ -212,9 +216,9 @@ def test_an_aborted_answer_is_an_error(tmp_path: Path) -> None:
         assert gateway.process.restarts == 0
 
 
-def test_a_killed_vllm_ends_the_requests_that_wait(live: Live) -> None:
-    """Its process is stopped, so that it certainly has the request, and then killed."""
-    gateway, url, folder = live
+def test_waiting_requests_get_an_error_if_vllm_is_killed(live_gateway: Live) -> None:
+    """The process is stopped after it received the request, and then killed."""
+    gateway, url, folder = live_gateway
     pid = fake_pids(folder)[0]
     replies: list[httpx.Response] = []
     os.kill(pid, signal.SIGSTOP)
@@ -227,8 +231,8 @@ def test_a_killed_vllm_ends_the_requests_that_wait(live: Live) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["mid", "half"])
-def test_a_running_stream_gets_an_error_event(trouble: str, live: Live) -> None:
-    gateway, url, _ = live
+def test_a_running_stream_gets_an_error_event(trouble: str, live_gateway: Live) -> None:
+    gateway, url, _ = live_gateway
     *events, last = chunks(post(url, trouble, stream=True, max_tokens=9))
     assert [event.get("i") for event in events] == [0, 1, 2]
     assert last["error"]["code"] == 503
@@ -237,8 +241,8 @@ def test_a_running_stream_gets_an_error_event(trouble: str, live: Live) -> None:
 
 
 @pytest.mark.slow
-def test_sigkill(tmp_path: Path) -> None:
-    # The backoff is long enough for the requests below, even on a busy machine.
+def test_vllm_is_restarted_after_sigkill(tmp_path: Path) -> None:
+    # The backoff is long enough for the requests below on a busy machine.
     gateway = make_gateway(tmp_path, backoff=3.0)
     with running_gateway(gateway) as (_, url):
         before = fake_pids(tmp_path)
@@ -248,7 +252,7 @@ def test_sigkill(tmp_path: Path) -> None:
         assert reply.status_code == 503 and "started again" in reply.json()["error"]["message"]
         assert httpx.get(f"{url}/health", timeout=60).status_code == 503
         wait_for(lambda: is_ready(gateway))
-        assert not any(is_alive(pid) for pid in before), "its child was left behind"
+        assert not any(is_alive(pid) for pid in before), "a child process of vLLM remains"
         assert post(url, "hello").json()["pid"] == fake_pids(tmp_path)[0] != before[0]
         guard = gateway.process.pid
         assert guard is not None
@@ -270,7 +274,7 @@ def test_a_vllm_that_stays_unhealthy_is_restarted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slow_vllm_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers 500 and then nothing for a while: its answer is relayed."""
+    """vLLM answers 500 and is then silent for a while: the answer is relayed."""
     gateway = make_gateway(tmp_path)
     with running_gateway(gateway) as (_, url):
         process = gateway.process
@@ -284,7 +288,7 @@ def test_a_slow_vllm_is_not_restarted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_unhealthy_timeout_starts_when_vllm_becomes_unhealthy(tmp_path: Path) -> None:
-    """However long ago it was unhealthy before."""
+    """Earlier unhealthy periods do not count."""
     gateway = make_gateway(tmp_path, unhealthy_timeout=30.0)
     with running_gateway(gateway):
         process = gateway.process
@@ -298,12 +302,12 @@ def test_the_unhealthy_timeout_starts_when_vllm_becomes_unhealthy(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_restart_that_hangs_is_tried_again(tmp_path: Path) -> None:
+def test_a_restart_that_hangs_is_repeated(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path, restart_timeout=3.0)
     with running_gateway(gateway):
         (tmp_path / "sick").touch()
         wait_for(lambda: gateway.process.restarts >= 2)
-        gateway.process.restart_timeout = 120.0  # From now on, for a busy machine.
+        gateway.process.restart_timeout = 120.0  # a long limit from here on, for a busy machine
         (tmp_path / "sick").unlink()
         wait_for(lambda: is_ready(gateway))
 
@@ -344,7 +348,7 @@ def test_a_vllm_that_was_ready_is_restarted_without_limit(tmp_path: Path) -> Non
         wait_for(lambda: is_ready(gateway))
 
 
-def head_of(body: bytes) -> str:
+def read_head(body: bytes) -> str:
     return (
         "POST /v1/completions HTTP/1.1\nhost: x\nauthorization: Bearer key\n"
         f"content-type: application/json\ncontent-length: {len(body)}"
@@ -352,10 +356,10 @@ def head_of(body: bytes) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_aborts_the_request_of_vllm(stream: bool, live: Live) -> None:
-    gateway, url, folder = live
+def test_a_disconnect_aborts_the_request_of_vllm(stream: bool, live_gateway: Live) -> None:
+    gateway, url, folder = live_gateway
     body = json.dumps({"prompt": "slow", "stream": stream, "max_tokens": 2000}).encode()
-    connection = raw_request(url, head_of(body), body)
+    connection = raw_request(url, read_head(body), body)
     log = folder / "log"
     wait_for(lambda: log.exists() and "slow" in log.read_text())
     connection.close()
@@ -363,11 +367,11 @@ def test_a_disconnect_aborts_the_request_of_vllm(stream: bool, live: Live) -> No
     wait_for(lambda: gateway.in_flight == 0)
 
 
-def test_a_client_that_does_not_read_delays_no_other(live: Live) -> None:
-    """vLLM waits too: the gateway buffers nothing."""
-    gateway, url, folder = live
+def test_a_client_that_does_not_read_delays_no_other(live_gateway: Live) -> None:
+    """The gateway does not buffer, so vLLM waits as well."""
+    gateway, url, folder = live_gateway
     body = json.dumps({"prompt": "long", "stream": True, "max_tokens": 1_000_000}).encode()
-    stalled = raw_request(url, head_of(body), body)
+    stalled = raw_request(url, read_head(body), body)
     wait_for(lambda: gateway.in_flight == 1)
     before = memory()
     time.sleep(1.5)
@@ -407,7 +411,7 @@ def test_too_many_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drain_seconds", "tokens"), [(60.0, 40), (0.2, 4000)])
-def test_drain(drain_seconds: float, tokens: int, tmp_path: Path) -> None:
+def test_drain_finishes_answers(drain_seconds: float, tokens: int, tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path, drain_seconds=drain_seconds)
     body = {"prompt": "slow", "stream": True, "max_tokens": tokens}
     lines: list[str] = []
@@ -420,7 +424,7 @@ def test_drain(drain_seconds: float, tokens: int, tmp_path: Path) -> None:
     with running_gateway(gateway) as (server, url):
         thread = threading.Thread(target=read_answer, args=(url,))
         thread.start()
-        wait_for(lambda: lines)  # The answer has begun before the exit.
+        wait_for(lambda: lines)  # The answer begins before the exit.
         server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: gateway.drain.is_draining)
         thread.join(timeout=60)
@@ -433,7 +437,7 @@ def test_drain(drain_seconds: float, tokens: int, tmp_path: Path) -> None:
     assert not any(is_alive(pid) for pid in fake_pids(tmp_path))
 
 
-def test_the_server_exits_while_vllm_is_prepared(
+def test_the_server_can_exit_while_vllm_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = make_gateway(tmp_path)
@@ -458,7 +462,7 @@ with running_gateway(make_gateway(Path(sys.argv[1]))):
 """
 
 
-def test_nothing_is_left_when_the_server_is_killed(tmp_path: Path) -> None:
+def test_no_process_remains_after_the_server_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ORPHANS, str(tmp_path)]
     root = Path(tempfile.mkdtemp())  # a short path, for the sockets
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "TMPDIR": str(root)}

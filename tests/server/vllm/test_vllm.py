@@ -1,4 +1,4 @@
-"""vLLM as a worker, without vLLM: command line, environment, version checks, drafters, metrics."""
+"""The vLLM worker, tested without vLLM: command, environment, versions, drafters, metrics."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_old_versions_are_refused(version: str, asked: Any, words: str) -> None:
     assert VllmInstallation("py", "vllm", "0.1.0").check("none", *asked[1:]) == []
 
 
-def test_versions_that_sample_wrongly_are_warned_about() -> None:
+def test_versions_with_a_sampling_bug_give_a_warning() -> None:
     old = VllmInstallation("py", "vllm", "0.24.0").check("p-eagle", False, "llama")
     on_cpu = CPU_BUILD.check("eagle3", False, "llama")
     assert "temperature 0" in old[0] and "temperature 0" in on_cpu[0]
@@ -154,7 +154,7 @@ def test_the_command_line_follows_the_settings() -> None:
     )
 
 
-def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
     for key in ("VLLM_API_KEY", "SM_VLLM_API_KEY", "PEAGLE_API_KEY"):
@@ -221,7 +221,7 @@ def test_a_drafter_is_exported_once(
     assert len(exports) == 1
 
 
-def test_drafters_that_cannot_be_served(
+def test_unsupported_drafters_are_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PEAGLE_HOME", str(tmp_path))
@@ -238,7 +238,7 @@ def test_drafters_that_cannot_be_served(
         launch(settings, tmp_path, VllmInstallation("py", "vllm", "0.15.0"))
 
 
-def test_our_extension() -> None:
+def test_the_vllm_extension_of_peagle() -> None:
     served = VllmLaunch((), {}, "p-eagle", 5)
 
     def prepare(body: dict[str, Any]) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def engine_status(n: int) -> dict[str, Any]:
     return counts | by_position | by_name | {"kv_usage": 0.5 * n, "k": n, "method": "p-eagle"}
 
 
-def test_statuses_add_up() -> None:
+def test_statuses_are_summed() -> None:
     first = {"p-eagle": engine_status(1)}
     second = {"p-eagle": engine_status(2), "none": engine_status(1)}
     total = sum_statuses([first, second])
@@ -296,7 +296,7 @@ def test_statuses_add_up() -> None:
     assert both["kv_usage"] == pytest.approx((0.5 * 1 + 1.0 * 2) / 3)
 
 
-def test_a_tuned_method_is_the_servers_own() -> None:
+def test_the_tuned_method_is_the_default() -> None:
     from peagle.catalog.pair import DrafterSource
 
     drafters: Any = {"p-eagle": DrafterSource(), "eagle3": DrafterSource()}

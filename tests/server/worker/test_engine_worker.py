@@ -1,4 +1,4 @@
-"""EngineWorker and EngineLink: fronts that are slow, late or silent, and engines that are built."""
+"""EngineWorker and EngineLink: slow, late or silent web servers ("fronts"), and engine builds."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ LONG = GenerationParams(200, ignore_eos=True)
 
 
 class RawFront:
-    """A front that reads only when a test does."""
+    """A front that reads only on demand."""
 
     def __init__(self, address: str, identity: bytes = b"") -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -58,7 +58,7 @@ class RawFront:
 
 @contextmanager
 def started() -> Iterator[tuple[EngineWorker, RawFront]]:
-    """An engine that is ready, and a front that knows it."""
+    """A ready engine, and a front that has received its status."""
     address = f"inproc://engine-worker-{next(NUMBERS)}"
     pool = EnginePool(replace(SETTINGS, pair="tiny"), tiny_pair)
     worker = EngineWorker(pool, address)
@@ -86,7 +86,7 @@ def slow_down(worker: EngineWorker, seconds: float) -> None:
 
 
 def test_a_front_learns_at_once_that_the_engine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets a status before the pair is loaded, and does not wait for the next regular one."""
+    """A front connected before the pair is loaded does not wait for the next periodic status."""
     monkeypatch.setattr(engine_worker, "STATUS_SECONDS", 3600.0)
     with started() as (_, front):
         front.send(FrontBatch(wants_status=True))
@@ -94,7 +94,7 @@ def test_a_front_learns_at_once_that_the_engine_is_ready(monkeypatch: pytest.Mon
 
 
 def test_a_long_step_does_not_make_fronts_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their signs of life wait to be read until the step is over."""
+    """Their heartbeats are only read after the step."""
     now = 1000.0
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr(engine_worker, "time", clock)
@@ -122,7 +122,7 @@ def test_a_long_step_does_not_make_fronts_silent(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_status_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle driver does not wait for its next look."""
+    """An idle driver does not wait for its next polling interval."""
     monkeypatch.setattr(driver, "IDLE_SECONDS", 600.0)
     with started() as (worker, front):
         for _ in range(3):
@@ -132,7 +132,7 @@ def test_the_status_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_supervisor_gets_a_status_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the process is killed then, no front has shown higher counts than the supervisor keeps."""
+    """Thus no front shows higher counts than the supervisor knows if the process is killed."""
     monkeypatch.setattr(engine_worker, "STATUS_SECONDS", 3600.0)
     sent: list[bytes] = []
     with started() as (worker, front):
@@ -148,13 +148,13 @@ def test_the_supervisor_gets_a_status_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(sent) == 2 and sent[0] == messages.SUPERVISOR_IDENTITY
 
 
-def test_a_front_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests end, and it learns of it when it reads again; nothing piles up."""
+def test_requests_of_a_front_that_does_not_read_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front is notified when it reads again, and messages do not accumulate."""
     monkeypatch.setattr(engine_worker, "MAX_UNSENT_MESSAGES", 3)
     with started() as (worker, front):
         main = worker.pool.main
         assert main is not None
-        slow_down(worker, 0.005)  # So that the answer is not over before.
+        slow_down(worker, 0.005)  # keeps the answer from ending before
         front.send(FrontBatch(adds=[add_message(1, worker.pool.key, [6, 9], LONG)]))
         asyncio.run(until(lambda: main.engine.status()["finished"].get("abort")))
         asyncio.run(until(lambda: main.engine.idle))
@@ -168,8 +168,8 @@ def test_a_front_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
         front.receive_until(lambda batch: 2 in batch.accepted)
 
 
-def test_the_engine_of_a_request_is_built() -> None:
-    """A request that waited for an engine of a process that has ended is sent to a fresh one."""
+def test_a_missing_engine_of_a_request_is_built() -> None:
+    """A request that waited for an engine may be sent to a new process without that engine."""
     key = EngineKey("eagle3", 2)
     params = GenerationParams(5, ignore_eos=True)
     ends: dict[int, str | None] = {}
@@ -183,10 +183,10 @@ def test_the_engine_of_a_request_is_built() -> None:
     assert ends == {1: "length", 2: "length"}
 
 
-def test_a_flood_of_messages_leaves_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is faster than its front must not keep it from answering clients."""
+def test_a_flood_of_messages_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is faster than its front must not prevent it from answering clients."""
     monkeypatch.setattr(engine_link, "MAX_READS", 2)
-    monkeypatch.setattr(engine_link, "HEARTBEAT_SECONDS", 600.0)  # A heartbeat reads, too.
+    monkeypatch.setattr(engine_link, "HEARTBEAT_SECONDS", 600.0)  # A heartbeat also reads messages.
     router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind("inproc://flood")
     batches: list[WorkerBatch] = []
@@ -210,7 +210,7 @@ def test_a_flood_of_messages_leaves_turns_to_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_finished_request_is_freed_at_once() -> None:
-    """Without the garbage collector, which a server lets run rarely."""
+    """It is freed without the garbage collector, which rarely runs in a server."""
     params = GenerationParams(3, ignore_eos=True)
     with started() as (worker, front):
         gc.collect()
@@ -227,6 +227,6 @@ def test_a_finished_request_is_freed_at_once() -> None:
                 streams = [o for o in gc.get_objects() if type(o) is Stream]
                 return not any(stream.id.startswith(name) for stream in streams)
 
-            wait_for(is_freed)  # The driver may hold the last one for the rest of its turn.
+            wait_for(is_freed)  # The driver may keep the last one until the end of its iteration.
         finally:
             gc.enable()

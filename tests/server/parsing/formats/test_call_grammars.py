@@ -33,7 +33,7 @@ BOOK: dict[str, Any] = {
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [Tool("book", "", BOOK, strict=True), Tool("leave", "", NOTHING), Tool("say", "", None)]
 SCHEMAS = {"book": BOOK, "leave": NOTHING, "say": {"type": "object"}}
-# The formats with the added tokens of tokenizers that they meet.
+# The formats, with the added tokens of the tokenizers that use them.
 CASES = [
     ("hermes", ()),
     ("hermes", TAGS),
@@ -45,7 +45,7 @@ CASES = [
     ("mistral", MISTRAL),
     ("harmony", HARMONY),
 ]
-# How an answer with a call begins.
+# The beginning of an answer with a call.
 BEGINNINGS = {
     "hermes": "Hi. <tool_call>\n",
     "qwen-xml": "Hi.\n<tool_call>",
@@ -64,7 +64,7 @@ def walk_messages(
     count: int,
     begin: str = "",
 ) -> list[ParsedMessage]:
-    """The messages of random answers, the same with streamed arguments and in single characters."""
+    """Parse random answers; streamed arguments and single characters must give equal messages."""
     grammar = TOOL_FORMATS[name].grammar(tools, choice, tokenizer.added_tokens)
     assert grammar is not None
     dice = random.Random(f"{name} {choice}")
@@ -85,12 +85,12 @@ def check_calls(message: ParsedMessage, schemas: dict[str, Any]) -> None:
 
 
 @cases
-def test_required(name: str, added: tuple[str, ...]) -> None:
+def test_required_calls(name: str, added: tuple[str, ...]) -> None:
     messages = walk_messages(name, walk_tokenizer(added), TOOLS, ToolChoice("required"), 6)
     for message in messages:
         assert message.tool_calls
         check_calls(message, SCHEMAS)
-        assert message.content == "" or name == "harmony"  # It may begin with a preamble.
+        assert message.content == "" or name == "harmony"  # The answer may begin with a preamble.
     assert name == "harmony" or any(len(message.tool_calls) > 1 for message in messages)
 
 
@@ -117,7 +117,7 @@ def test_auto_with_a_strict_tool(name: str, added: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", list(TOOL_FORMATS))
-def test_nothing_binds_the_answer(name: str) -> None:
+def test_cases_without_a_grammar(name: str) -> None:
     loose = [Tool("say", "", {"type": "object"})]
     tool_format = TOOL_FORMATS[name]
     assert tool_format.grammar(loose, ToolChoice("auto")) is None
@@ -129,7 +129,7 @@ CALL = '{{"name": "book", "arguments": {{"title": "a", "copies": {}, "kind": "ne
 
 
 @pytest.mark.parametrize("added", [(), TAGS])
-def test_what_hermes_accepts(added: tuple[str, ...]) -> None:
+def test_calls_that_the_hermes_grammar_accepts(added: tuple[str, ...]) -> None:
     tokenizer, hermes = walk_tokenizer(added), TOOL_FORMATS["hermes"]
     valid = f"<tool_call>\n{CALL.format(1)}\n</tool_call>"
     invalid = f"<tool_call>\n{CALL.format(100)}\n</tool_call>"
@@ -155,8 +155,8 @@ def test_what_hermes_accepts(added: tuple[str, ...]) -> None:
         assert not tokenizer.accepts(required, text), text
 
 
-def test_a_tag_in_single_characters_does_not_get_around_the_grammar() -> None:
-    """Where the tag is a token, its characters would not be that token, but the same text."""
+def test_a_tag_in_single_characters_does_not_bypass_the_grammar() -> None:
+    """If the tag is a token, its single characters are other tokens with the same text."""
     tokenizer = walk_tokenizer(TAGS)
     grammar = TOOL_FORMATS["hermes"].grammar(TOOLS, ToolChoice("auto"), tokenizer.added_tokens)
     assert grammar is not None
@@ -234,7 +234,7 @@ def test_harmony_needs_its_tokens() -> None:
         TOOL_FORMATS["harmony"].grammar(TOOLS, ToolChoice("required"))
 
 
-def test_what_qwen_xml_cannot_express_is_refused() -> None:
+def test_schemas_that_qwen_xml_cannot_express_are_refused() -> None:
     refused: list[dict[str, Any]] = [{"anyOf": [{"required": ["a"]}]}, {"properties": {"a>": {}}}]
     for parameters in refused:
         with pytest.raises(UserError, match="the tool parser qwen-xml does not support"):

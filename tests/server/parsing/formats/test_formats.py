@@ -1,4 +1,4 @@
-"""Recorded answers of every format give the calls and the content that they contain."""
+"""Recorded answers of every format are parsed into their calls and content."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_hermes() -> None:
     )
 
 
-def test_arguments_are_exactly_what_was_generated() -> None:
+def test_arguments_are_kept_verbatim() -> None:
     arguments = '{ "city" :"S\\u00e3o",\n"days": 1.0e2 }'
     text = f'<tool_call>{{"name": "weather", "arguments": {arguments} }}</tool_call>'
     for streams in (False, True):
@@ -88,7 +88,7 @@ def test_a_valid_call_follows_an_invalid_one() -> None:
     assert message.content == bad
 
 
-def test_whitespace_around_calls_is_no_content() -> None:
+def test_whitespace_around_calls_is_not_content() -> None:
     call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
     assert parse_format("hermes", [f"\n\n{call} \n{call}\n\n"]).content == ""
     assert parse_format("hermes", [f"a\n\n{call}\n\nb\n"]).content == "a\n\n\nb\n"
@@ -103,7 +103,7 @@ def test_unknown_functions_are_calls() -> None:
 def test_qwen_xml() -> None:
     for streams in (False, True):
         message = parse_format("qwen-xml", [RECORDED["qwen-xml"]], streams)
-        del message.tool_calls[2:]  # Streamed, the call that is cut off has begun.
+        del message.tool_calls[2:]  # In a stream, the call that is cut off has already begun.
         assert calls_of(message) == [
             (
                 "weather",
@@ -217,7 +217,7 @@ def test_other_answers_of_llama_are_content(text: str) -> None:
 def test_mistral() -> None:
     for streams in (False, True):
         message = parse_format("mistral", [RECORDED["mistral"]], streams)
-        del message.tool_calls[4:]  # Streamed, the invalid call has begun.
+        del message.tool_calls[4:]  # In a stream, the invalid call has already begun.
         assert calls_of(message) == [
             ("weather", {"city": "Rome]", "days": 3}),
             ("stop", {}),
@@ -257,13 +257,13 @@ def test_harmony_reasoning_that_is_cut_off() -> None:
 
 
 @pytest.mark.parametrize("text", ["plain", "<|channel|>final", "<|start|>assistant is<|end|>"])
-def test_harmony_text_that_is_no_message_is_content(text: str) -> None:
+def test_harmony_text_outside_messages_is_content(text: str) -> None:
     assert parse_format("harmony", [text]).content == text.removesuffix("<|end|>")
 
 
 @pytest.mark.parametrize("tokens", range(6))
-def test_a_harmony_header_that_the_forced_end_of_thinking_cuts_off(tokens: int) -> None:
-    """A budget may end anywhere, also between two messages."""
+def test_a_harmony_header_cut_off_by_the_thinking_budget(tokens: int) -> None:
+    """The thinking budget may end anywhere, even between two messages."""
     header = ["<|end|>", "<|start|>", "assistant", "<|channel|>", "analysis", "<|message|>"]
     forced = "<|end|><|start|>assistant<|channel|>final<|message|>"
     text = "<|channel|>analysis<|message|>Hm." + "".join(header[:tokens]) + forced + "Rome."
@@ -292,7 +292,7 @@ def test_streamed_arguments_arrive_before_the_call_ends(name: str) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml"])
 def test_an_answer_that_is_cut_off_in_an_end_tag(name: str, streams: bool) -> None:
-    """The call is complete, and the beginning of the tag is no content."""
+    """The call is complete, and the beginning of the tag is not content."""
     calls = {
         "hermes": '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
         "qwen-xml": "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
@@ -309,7 +309,7 @@ def test_a_streamed_qwen_xml_call_that_is_cut_off_in_a_tag() -> None:
         assert (message.tool_calls[0].name, message.content) == ("weather", "")
 
 
-def test_ids() -> None:
+def test_ids_of_calls() -> None:
     for name, tool_format in TOOL_FORMATS.items():
         parser = tool_format.parser(TOOLS, False)
         parts = parser.push(RECORDED[name]) + parser.finish()

@@ -19,7 +19,7 @@ VALUES = st.recursive(
 
 
 def scan(pieces: list[str]) -> tuple[JsonScanner, int]:
-    """The scanner after the pieces, and how many characters it took."""
+    """The scanner after the pieces, and the number of characters it consumed."""
     scanner, used = JsonScanner(), 0
     for piece in pieces:
         taken = scanner.feed(piece)
@@ -57,7 +57,7 @@ def test_objects(value: dict[str, Any], indent: int | None, ascii: bool, cuts: l
 
 @settings(max_examples=300)
 @given(st.text('{}[]":,0123-+.eE\\u/tfnrlsa \n\x01', max_size=14), st.booleans())
-def test_agrees_with_json_loads(body: str, wrap: bool) -> None:
+def test_scanner_agrees_with_json_loads(body: str, wrap: bool) -> None:
     text = '{"a":' + body + "}" if wrap else "{" + body
     scanner, used = scan(list(text))
     try:
@@ -74,7 +74,7 @@ def test_numbers(number: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["00", "-", "+1", "1.", ".5", "1e", "1e+", "1.e5", "0x1", "1-2"])
-def test_what_is_no_number(number: str) -> None:
+def test_invalid_numbers_are_refused(number: str) -> None:
     scanner, _ = scan([f'{{"a":{number}}}'])
     assert scanner.failed
     assert not scanner.done

@@ -1,4 +1,4 @@
-"""Wherever an answer is cut into pieces, and whatever it contains, its parts are the same."""
+"""Parsing does not depend on how an answer is cut into pieces, even if it is malformed."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from tests.support.api.parsing import RECORDED, TOOLS, cut, formats, parse, pars
 
 NAMES = list(RECORDED)
 THOUGHTS = "<think>\n\nHm,\n <b> so\n\n</think>\n\n"
-# What malformed answers are made of, for each format.
+# Fragments of malformed answers, for each format.
 FRAGMENTS = {
     "hermes": ("<tool_call>", "</tool_call>", '{"name": "stop", "arguments": {}}', '{"name": "'),
     "qwen-xml": (
@@ -44,7 +44,7 @@ def outcome(
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_single_cut_and_single_characters(name: str, streams: bool) -> None:
+def test_every_cut_and_single_characters(name: str, streams: bool) -> None:
     text = RECORDED[name]
     whole = parse_format(name, [text], streams)
     assert parse_format(name, list(text), streams) == whole
@@ -54,7 +54,7 @@ def test_every_single_cut_and_single_characters(name: str, streams: bool) -> Non
 
 @settings(max_examples=60)
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 800)), st.booleans(), st.booleans())
-def test_any_cuts_of_recorded_answers(
+def test_random_cuts_of_recorded_answers(
     name: str, positions: list[int], streams: bool, reasoning: bool
 ) -> None:
     text = THOUGHTS + RECORDED[name] if reasoning else RECORDED[name]
@@ -82,12 +82,12 @@ def test_malformed_answers(
 
 @settings(max_examples=200)
 @given(malformed())
-def test_all_text_of_a_malformed_answer_is_accounted_for(answer: tuple[str, str]) -> None:
+def test_no_text_of_a_malformed_answer_is_lost_or_invented(answer: tuple[str, str]) -> None:
     """An answer without calls and reasoning is content; with calls, no content is invented."""
     name, text = answer
     message = parse_format(name, [text])
     if name == "harmony":
-        return  # Headers of messages are not content.
+        return  # headers of messages are not content
     if not message.tool_calls:
         assert message.content == text
     rest = iter(text)
@@ -129,7 +129,7 @@ def test_random_damage_of_recorded_answers() -> None:
     ],
 )
 def test_the_cost_is_linear(name: str, start: str, repeated: str) -> None:
-    """Eight times the text takes at most sixteen times as long, in one of three tries."""
+    """Eight times the text takes at most sixteen times as long, in one of three attempts."""
 
     def seconds(size: int) -> float:
         text = start + repeated * (size // len(repeated))
