@@ -40,7 +40,7 @@ def loaded(tiny: Path) -> LoadedPair:
 
 
 def test_counts_of_known_steps() -> None:
-    """Steps of two answers in one list: 4 drafts with 6 accepted tokens give a length of 1 + 6/4."""
+    """Two answers in one list: 4 drafts with 6 accepted tokens give a length of 1 + 6/4."""
     prefill = Step((7,))
     steps = [
         prefill,
