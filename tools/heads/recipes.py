@@ -17,7 +17,7 @@ from peagle.drafter.formats import int4, int8
 from peagle.drafter.formats.row_format import INT4, INT8, RowFormat
 from peagle.train.config import TrainConfig
 
-SHIPPED = Path(__file__).resolve().parent.parent / "peagle" / "drafters"
+SHIPPED = Path(__file__).resolve().parents[2] / "peagle" / "drafters"
 
 
 @dataclass(frozen=True, slots=True)
