@@ -9,7 +9,7 @@ Parts, each in processes of its own that end after its limit:
 
     ready      seconds until /health is 200 without compiled kernels, and its phases; the same until
                `generate` has answered, and once more with what it has kept. Python's bytecode is
-               compiled before, as pip does when it installs packages (`compile_bytecode`)
+               compiled before, as pip does when it installs packages (bytecode.py)
     pair       the default pair, ready with the cache of `ready`; engine in process, then streamed,
                at 1, 8, 64 and 256 streams, once all CUDA graphs are captured
     vllm       the load of `pair` at 1 and 64 streams on vLLM's server with the exported drafter
@@ -42,22 +42,20 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import disk_usage, rmtree
 from typing import Any
 
+from benchmarks.server.bytecode import bytecode_variables, compile_bytecode
 from benchmarks.server.process import ROOT, ServerProcess, cpu_seconds, process_roles, serving
 from benchmarks.server.soak import PROMPTS, TINY_OPTIONS
 from benchmarks.server.stream_load import Body, LoadResult, drive, request_body
 from benchmarks.vllm.server import VllmLaunch, serving_vllm
-from peagle.paths import cache_home
 
 PARTS = ("ready", "pair", "vllm", "shape", "soak")
 LIMITS = {"ready": 130.0, "pair": 130.0, "vllm": 150.0, "shape": 200.0, "endpoint": 120.0}
@@ -68,13 +66,6 @@ SHAPE_BARS = {1: 0.97, 8: 0.97, 64: 0.97}
 TTFT_BAR_MS = 60.0  # At 64 streams, p99.
 READY_BARS = {"fresh": 40.0, "warm": 15.0, "generate fresh": 15.0, "generate warm": 15.0}
 SHAPE_READY_BAR = 60.0
-FILE_LIST = ROOT / "peagle" / "cli" / "imported_files.txt"  # What `generate` imports.
-SERVE_PACKAGES = (
-    *("peagle", "fastapi", "starlette", "pydantic", "pydantic_core", "annotated_types"),
-    *("typing_inspection", "uvicorn", "httptools", "uvloop", "click", "sniffio"),
-    *("prometheus_client", "llguidance", "msgspec", "zmq", "opentelemetry", "sympy", "mpmath"),
-)
-UNUSED_STANDARD = frozenset({"test", "idlelib", "lib2to3", "site-packages", "dist-packages"})
 VLLM_BAR = 3.0  # Ours over vLLM's server, at 1 and 64 streams.
 VLLM_K = 5
 MAX_SOAK_SECONDS = 300.0
@@ -219,54 +210,6 @@ def startup_rows(part: str, server: ServerProcess) -> Iterator[Row]:
 
 def triton_cache() -> Path:
     return Path(tempfile.gettempdir()) / "serve-h200-triton"
-
-
-def bytecode_cache() -> Path:
-    """Of all parts; where packages have none and Python writes none, `peagle` keeps it there."""
-    return cache_home() / "bytecode"
-
-
-def bytecode_variables() -> dict[str, str]:
-    """The environment of processes that read bytecode from `bytecode_cache`, and write it there."""
-    return {"PYTHONPYCACHEPREFIX": str(bytecode_cache()), "PYTHONDONTWRITEBYTECODE": ""}
-
-
-def compile_bytecode() -> None:
-    """Compile what pip compiles when it installs `peagle[serve]`, and the standard library.
-
-    With a folder of its own, this does not depend on whether this machine has bytecode. Files of
-    other packages are compiled when they are imported, and then kept.
-    """
-    started = time.perf_counter()
-    rmtree(bytecode_cache(), ignore_errors=True)
-    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *map(str, installed_sources())]
-    # A package may contain files that are not valid Python: pip ignores them, too.
-    subprocess.run(
-        command, env={**os.environ, **bytecode_variables()}, stdout=subprocess.DEVNULL, check=False
-    )
-    print(f"bytecode compiled in {time.perf_counter() - started:.1f} s", flush=True)
-
-
-def installed_sources() -> list[Path]:
-    """The folders of packages, and the files of modules without one."""
-    listed = FILE_LIST.read_text().splitlines()
-    packages = {line.partition("/")[0].removesuffix(".py") for line in listed}
-    sources = [package_source(name) for name in sorted(packages.union(SERVE_PACKAGES))]
-    library = Path(sysconfig.get_path("stdlib"))
-    standard = [path for path in library.iterdir() if path.name not in UNUSED_STANDARD]
-    sources += [x for x in standard if x.suffix == ".py" or (x / "__init__.py").exists()]
-    return [source for source in sources if source is not None]
-
-
-def package_source(name: str) -> Path | None:
-    """None if the package is not installed, or has no Python files."""
-    spec = find_spec(name)
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    is_python = spec.origin is not None and spec.origin.endswith(".py")
-    return Path(str(spec.origin)) if is_python else None
 
 
 @contextmanager

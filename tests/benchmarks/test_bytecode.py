@@ -1,14 +1,14 @@
-"""benchmarks/server/h200.py: bytecode is compiled before the start of a server is measured."""
+"""benchmarks/server/bytecode.py: packages are compiled before the start of a server is measured."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.server import h200
+from benchmarks.server import bytecode
 
 
 def test_installed_packages_and_the_standard_library_are_compiled() -> None:
-    sources = h200.installed_sources()
+    sources = bytecode.installed_sources()
     names = {source.name for source in sources}
     assert {"torch", "transformers", "peagle", "fastapi", "typing_extensions.py"} <= names
     assert {"json", "subprocess.py"} <= names
@@ -22,8 +22,8 @@ def test_compiled_bytecode_is_in_the_cache_folder(
     source = tmp_path / "module.py"
     source.write_text("x = 1")
     cache = tmp_path / "bytecode"
-    monkeypatch.setattr(h200, "bytecode_cache", lambda: cache)
-    monkeypatch.setattr(h200, "installed_sources", lambda: [source])
+    monkeypatch.setattr(bytecode, "bytecode_cache", lambda: cache)
+    monkeypatch.setattr(bytecode, "installed_sources", lambda: [source])
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    h200.compile_bytecode()
+    bytecode.compile_bytecode()
     assert len(list(cache.rglob("module.*.pyc"))) == 1
