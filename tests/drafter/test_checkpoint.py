@@ -13,7 +13,7 @@ from peagle.errors import UserError
 from peagle.export.export import export, same_drafts
 from peagle.target import Target
 from tests.support.models.checkpoints import VERIFIER, aws_layout
-from tests.support.models.tiny_models import AUX, MASK, make_drafter, make_target
+from tests.support.models.tiny_models import AUX, MASK, add_noise, make_drafter, make_target
 
 KINDS = {
     "p-eagle full": ("p-eagle", 4, None, {}),
@@ -34,10 +34,7 @@ KINDS = {
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
     method, layers, vocab, switches = request.param
     drafter = make_drafter(target, method, layers, vocab, **switches)
-    generator = torch.Generator().manual_seed(0)
-    # No norm stays at 1 and no bias at 0, so that every tensor has an effect.
-    for parameter in drafter.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    add_noise(drafter, 0.1)
     return drafter
 
 

@@ -15,7 +15,7 @@ from peagle.drafter.formats.row_format import EIGHT_BIT, GROUPS, INT4, INT8, Row
 from peagle.errors import UserError
 from peagle.export.export import same_drafts
 from peagle.target import Target
-from tests.support.models.tiny_models import make_drafter
+from tests.support.models.tiny_models import add_noise, make_drafter
 
 # Mean squared error of normal weights, relative to their mean square.
 NORMAL_ERROR = {16: 0.006, 32: 0.0075, 64: 0.009, 128: 0.011}
@@ -25,9 +25,7 @@ RELEASED = Path(compact.__file__).parents[2] / "drafters"
 
 def tiny_drafter(target: Target) -> Drafter:
     drafter = make_drafter(target, "p-eagle", 2, draft_vocab=40, dependency=32)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    add_noise(drafter, 0.1)
     return drafter
 
 

@@ -19,7 +19,7 @@ from peagle.export.export import export, same_drafts
 from peagle.export.vllm_subset import complete_tensors
 from peagle.paths import checkpoint_folder
 from peagle.target import Target
-from tests.support.models.tiny_models import make_drafter
+from tests.support.models.tiny_models import add_noise, make_drafter
 
 VERIFIER = VerifierConfig("tiny", ["LlamaForCausalLM"])
 KINDS = {
@@ -34,9 +34,7 @@ KINDS = {
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
     method, layers, vocab, switches = request.param
     drafter = make_drafter(target, method, layers, vocab, **switches)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    add_noise(drafter, 0.1)
     return drafter
 
 

@@ -17,7 +17,7 @@ from peagle.target import Target
 from peagle.train.objective.passes import DrafterPasses, PassCache
 from tests.support.engine.decoding import tokens_of
 from tests.support.engine.engines import K, engine_of, pair_of, serve
-from tests.support.models.tiny_models import AUX, make_drafter
+from tests.support.models.tiny_models import AUX, add_noise, make_drafter
 from tests.support.train.training import make_run, prompts, some_answers, some_config, trained
 
 BLOCK = 5
@@ -26,10 +26,8 @@ BLOCK = 5
 def with_noise(drafter: Drafter, factor: float = 0.3) -> Drafter:
     """A copy whose refinement has random weights and changes drafts."""
     drafter = copy.deepcopy(drafter)
-    generator = torch.Generator().manual_seed(0)
     assert drafter.refinement is not None
-    for weight in drafter.refinement.parameters():
-        weight.data += factor * torch.randn(weight.shape, generator=generator)
+    add_noise(drafter.refinement, factor)
     return drafter
 
 

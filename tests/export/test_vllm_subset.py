@@ -22,7 +22,7 @@ from peagle.export.vllm_subset import left_out_parts, subset_notice, vllm_subset
 from peagle.loaded import load
 from peagle.target import Target
 from tests.support.bench.benching import tiny_folder, write_set
-from tests.support.models.tiny_models import MASK, make_drafter
+from tests.support.models.tiny_models import MASK, add_noise, make_drafter
 
 VERIFIER = VerifierConfig("tiny", ["LlamaForCausalLM"])
 MORE = {"dependency": 8, "confidence": True, "calibration": (0.9, 0.8, 0.7)}
@@ -31,9 +31,7 @@ MORE = {"dependency": 8, "confidence": True, "calibration": (0.9, 0.8, 0.7)}
 def random_drafter(target: Target, draft_vocab: int | None = None, **switches: object) -> Drafter:
     """A drafter with random changes to all tensors, so that each part has an effect."""
     drafter = make_drafter(target, "p-eagle", 2, draft_vocab, **switches)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    add_noise(drafter, 0.3)
     return drafter
 
 

@@ -38,7 +38,7 @@ from peagle.train.optim.optimizer import Optimizers
 from peagle.train.setup import apply_capture
 from peagle.train.trainer import Trainer
 from tests.support.engine.engines import K, engine_of, pair_of, serve
-from tests.support.models.tiny_models import AUX, make_drafter, make_target
+from tests.support.models.tiny_models import AUX, add_noise, make_drafter, make_target
 from tests.support.train.training import (
     EXTENSIONS,
     make_run,
@@ -58,13 +58,8 @@ def with_noise(
     target: Target, layers: int = 3, draft_vocab: int | None = 40, **switches: Any
 ) -> Drafter:
     """A drafter with noise on every weight, so that no weight is zero and rows differ."""
-    drafter, generator = (
-        make_drafter(target, "p-eagle", layers, draft_vocab, **switches),
-        torch.Generator(),
-    )
-    generator.manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data += 0.4 * torch.randn(parameter.shape, generator=generator)
+    drafter = make_drafter(target, "p-eagle", layers, draft_vocab, **switches)
+    add_noise(drafter, 0.4)
     return drafter
 
 
@@ -169,10 +164,7 @@ def test_fused_layers_convolve(prompt) -> None:
     """The engine drafts and accepts what the plain loop does, but not without the convolution."""
     one = trained("p-eagle", 48, "convolution")
     drafter = copy.deepcopy(one.drafter)
-    generator = torch.Generator().manual_seed(0)
-    for part in drafter.convolution:
-        for weight in part.parameters():
-            weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+    add_noise(drafter.convolution, 0.3)
     requests = [(ids, {"max_tokens": 20, "ignore_eos": True}) for ids in prompts(8)]
     served = []
     for convolved in (True, False):

@@ -350,12 +350,7 @@ def test_malformed_bodies_are_no_server_errors(tool_url: str) -> None:
     statuses: set[int] = set()
     with httpx.Client(timeout=60) as client:
 
-        @settings(
-            max_examples=100,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(max_examples=100, suppress_health_check=list(HealthCheck))
         @given(BODY, st.sampled_from([PATH, f"{PATH}/count_tokens"]))
         def check(body: dict[str, Any], path: str) -> None:
             reply = client.post(tool_url + path, json=body | {"max_tokens": 1})

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -93,3 +94,10 @@ def make_drafter(
         generator = torch.Generator().manual_seed(1)
         ids = torch.randperm(target.vocab_size, generator=generator)[:draft_vocab].sort().values
     return untrained_drafter(config, target, seed=7, target_ids=ids)
+
+
+def add_noise(module: nn.Module, scale: float) -> None:
+    """Add noise to all parameters: no bias stays 0, no norm 1, and rows differ."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data += scale * torch.randn(parameter.shape, generator=generator)

@@ -12,7 +12,7 @@ from peagle.drafter.formats.row_format import RowFormat
 from peagle.errors import UserError
 from peagle.train.optim.rounded_weights import SCALE_STEPS, RoundedWeights
 from peagle.train.trainer import Trainer
-from tests.support.models.tiny_models import make_drafter, make_target
+from tests.support.models.tiny_models import add_noise, make_drafter, make_target
 from tests.support.train.training import config_in, start, train
 
 ROWS = RowFormat(4, 16, ("fc",))
@@ -20,9 +20,7 @@ ROWS = RowFormat(4, 16, ("fc",))
 
 def tiny_weights() -> RoundedWeights:
     drafter = make_drafter(make_target(), "p-eagle", 2)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    add_noise(drafter, 0.1)
     return RoundedWeights(drafter, ROWS)
 
 
